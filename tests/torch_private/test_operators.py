@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend
 
 from meshwright.torch_private.fake_tensors import FakeTensorMode
@@ -30,9 +31,9 @@ from meshwright.torch_private.operators import (
     choose_attention,
     flop_registry,
     reads_values,
+    replaced_kernels,
     schema_of,
     take_apart,
-    unregister,
 )
 from meshwright.torch_private.tensors import TensorBase
 
@@ -71,12 +72,25 @@ def test_functions_are_kept_there(name: str) -> None:
     assert callable(getattr(FUNCTIONS, name))
 
 
-def test_a_registration_is_taken_back() -> None:
-    x, library = torch.ones(2), torch.library.Library("aten", "IMPL")
-    library.impl("dropout", lambda input, p, train: input * 0, "AutogradCPU")
-    assert torch.dropout(x, 0.5, False).tolist() == [0, 0]
-    unregister(library)
+def test_kernels_are_replaced_for_a_while() -> None:
+    x = torch.ones(2)
+    with replaced_kernels({("dropout", "AutogradCPU"): lambda input, p, train: input * 0}):
+        assert torch.dropout(x, 0.5, False).tolist() == [0, 0]
     assert torch.dropout(x, 0.5, False).tolist() == [1, 1]
+
+
+def test_compilers_forget_kernels_that_were_replaced() -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(torch.dropout(x.sin(), 0.0, True).sum(), x)[0]
+
+    def traced() -> list[float]:
+        x = torch.zeros(2, requires_grad=True)
+        return make_fx(gradient, tracing_mode="symbolic")(x)(x).tolist()
+
+    assert traced() == [1, 1]
+    with replaced_kernels({("dropout", "AutogradCPU"): lambda input, p, train: input * 3}):
+        assert traced() == [3, 3]
+    assert traced() == [1, 1]
 
 
 def test_a_composite_operator_is_taken_apart() -> None:

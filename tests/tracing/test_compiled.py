@@ -188,6 +188,28 @@ def fused(program: Program) -> list[CompiledKernel]:
     return [kernel for kernel in program.kernels if kernel.node is None]
 
 
+@pytest.mark.parametrize("strategy", ["single,bf16,compile", "ddp,bf16,compile"])
+def test_models_that_are_compiled_after_a_trace_have_their_gradients(strategy: str) -> None:
+    def gradients(run: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(run(x).square().sum(), list(model.parameters())))
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.norm, self.drop = nn.Linear(16, 48), nn.RMSNorm(16), nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            return self.drop(F.scaled_dot_product_attention(q, k, v))
+
+    trace(strategy, ranks=2 if "ddp" in strategy else 1)
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(2, 4, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled, model, x), gradients(model, model, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_chain_before_a_product_is_written_once() -> None:
     program = drawn(lambda x, w: (x.exp() * 2 + 1).sin() @ w, (8, 4), (4, 2))
     assert written(program) == [(8, 4), (8, 2)]

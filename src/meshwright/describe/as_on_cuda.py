@@ -26,7 +26,7 @@ only:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,29 +66,19 @@ def composites_as_on_cuda() -> Iterator[None]:
     """The same without fp32 statistics of norms, which need a mode that every operator passes through."""
     global _active
     _active += 1
-    library = torch.library.Library("aten", "IMPL") if _active == 1 else None
+    kernels = {(name, key): kernel for name, kernel in _COMPOSITES.items() for key in ("AutogradCPU", "AutogradMeta")}
     try:
-        for name, kernel in _COMPOSITES.items() if library else ():
-            for key in ("AutogradCPU", "AutogradMeta"):
-                library.impl(name, kernel, key)  # type: ignore[union-attr]
-        if library:
-            library.impl("_cudnn_rnn_backward", backward_without_values, "Meta")
-        yield
+        with operators.replaced_kernels(kernels | _RECURRENT_BACKWARD) if _active == 1 else nullcontext():
+            yield
     finally:
         _active -= 1
-        if library:
-            operators.unregister(library)
 
 
 @contextmanager
 def as_on_cpu() -> Iterator[None]:
     """While active, attention on meta tensors is decomposed as on a CPU."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl("scaled_dot_product_attention", _attention_on_cpu, "AutogradMeta")
+    with operators.replaced_kernels({("scaled_dot_product_attention", "AutogradMeta"): _attention_on_cpu}):
         yield
-    finally:
-        operators.unregister(library)
 
 
 @contextmanager
@@ -97,17 +87,9 @@ def steps_at_once() -> Iterator[None]:
 
     The CTC loss, which often follows them, reads no lengths.
     """
-    if _active:
+    kernels = {(name, "AutogradCPU"): kernel for name, kernel in _WITHOUT_VALUES.items()}
+    with nullcontext() if _active else operators.replaced_kernels(kernels | _RECURRENT_BACKWARD):
         yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for name, kernel in _WITHOUT_VALUES.items():
-            library.impl(name, kernel, "AutogradCPU")
-        library.impl("_cudnn_rnn_backward", backward_without_values, "Meta")
-        yield
-    finally:
-        operators.unregister(library)
 
 
 @contextmanager
@@ -356,6 +338,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "ctc_loss.Tensor": ctc_loss,
     "ctc_loss.IntList": ctc_loss,
 }
+_RECURRENT_BACKWARD = {("_cudnn_rnn_backward", "Meta"): backward_without_values}
 
 
 def _of_fakes(name: str) -> Callable[..., Any]:

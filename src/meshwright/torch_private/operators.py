@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,6 @@ _aten = torch.ops.aten
 
 FUNCTIONS = torch._C._nn
 """The module with the built-in functions behind `torch.nn.functional`."""
-
-unregister: Callable[[torch.library.Library], None] = torch.library.Library._destroy
-"""Undo what a library registered."""
 
 choose_attention: Callable[..., int] = torch._fused_sdp_choice
 """The value of the `SDPBackend` that attention would use for these tensors."""
@@ -47,6 +45,35 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
     """An operator's name, arguments and return types."""
     schema: torch.FunctionSchema = operator._schema
     return schema
+
+
+@contextmanager
+def replaced_kernels(kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> Iterator[None]:
+    """While active, operators of aten have these kernels, by their name and dispatch key.
+
+    Compilers trace through Python's dispatcher, and operators remember what it found there. They have to forget it when
+    kernels change: a compiled dropout or attention would have no gradient afterwards, and not fail.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    overloads = [_overload(name) for name, _ in kernels]
+    try:
+        for (name, key), kernel in kernels.items():
+            library.impl(name, kernel, key)
+        _forget_dispatch(overloads)
+        yield
+    finally:
+        torch.library.Library._destroy(library)
+        _forget_dispatch(overloads)
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
+
+
+def _forget_dispatch(overloads: Iterable[Any]) -> None:
+    for overload in overloads:
+        overload._dispatch_cache.clear()
 
 
 def take_apart(operator: OpOverload, *args: Any) -> Any:

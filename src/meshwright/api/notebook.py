@@ -1,4 +1,7 @@
-"""Plans, layouts and timelines as calls that return values which notebooks show."""
+"""Plans, layouts and timelines as calls that return values which notebooks show.
+
+They run the job's builder and samples, which draw random numbers, and leave the notebook's generators as they were.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,13 @@ from meshwright.facts.layout import Layout
 from meshwright.facts.plan import Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
+from meshwright.recording.blueprint import seeded
+
+SEED = 0
+"""Of what is made up while a job is looked at."""
 
 
+@seeded(SEED)
 def plan(
     job: Job | str,
     on: Cluster | str,
@@ -49,6 +57,7 @@ def plan(
     return rank(planner, _cluster(on), options, name=job if isinstance(job, str) else "job", started=started)
 
 
+@seeded(SEED)
 def layout(job: Job | str, strategy: Strategy | str, *, ranks: int | None = None) -> Layout:
     """How a strategy splits a job, as `meshwright layout` shows it; by default on as few ranks as it needs."""
     parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
@@ -56,6 +65,7 @@ def layout(job: Job | str, strategy: Strategy | str, *, ranks: int | None = None
     return Layout(show_layout(known, facts, parsed, ranks or parsed.model_ranks * (parsed.data_size or 1)))
 
 
+@seeded(SEED)
 def timeline(job: Job | str, strategy: Strategy | str, on: Cluster | str) -> Timeline:
     """One step of a pipeline on a cluster, simulated with forecast times."""
     parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,7 +92,8 @@ def join(
 
 def alone(device: torch.device) -> World:
     """Make a world of one process, so that strategies can make meshes."""
-    return join(rank=0, ranks=1, local_rank=0, local_ranks=1, device=device, store=dist.HashStore())
+    with _usual_tracebacks():
+        return join(rank=0, ranks=1, local_rank=0, local_ranks=1, device=device, store=dist.HashStore())
 
 
 def fake_world(ranks: int, device: torch.device, *, rank: int = 0) -> World:
@@ -98,5 +102,16 @@ def fake_world(ranks: int, device: torch.device, *, rank: int = 0) -> World:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    with _usual_tracebacks():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     return World(rank=rank, ranks=ranks, local_rank=0, local_ranks=1, device=device, fake=True)
+
+
+@contextmanager
+def _usual_tracebacks() -> Iterator[None]:
+    """Keep PyTorch from prefixing each line of later tracebacks with a rank: a process may make many such worlds."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -131,6 +132,58 @@ def test_validate_leaves_out_a_row_with_a_word_it_does_not_know(
     assert document["rows"] == 1
     (skipped,) = document["skipped"]
     assert word in skipped["reason"]
+
+
+def _columns(**changed: str) -> dict[str, str]:
+    return {**dict(zip(HEADER.strip().split(","), ROW.strip().split(","), strict=True)), **changed}
+
+
+def _validated(path: Path, *rows: dict[str, str], before: str = "", ends: str = "\n") -> Any:
+    """The document of a table of these rows, with all their columns."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [",".join(names), *(",".join(row.get(name, "") for name in names) for row in rows)]
+    path.write_bytes((before + ends.join(lines) + ends).encode())
+    found = RUNNER.invoke(app, ["validate", str(path), "--json"])
+    assert found.exit_code == 0, found.exception
+    return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"n_heads": "7"}, "heads"),
+        ({"n_layers": "10000000"}, "n_layers"),
+        ({"dp_shard": ""}, "dp_shard"),
+        ({"n_layers": "nan"}, "n_layers"),
+        ({"gpu_mem_gib": "lots"}, "gpu_mem_gib"),
+        ({"compute_dtype": "float8"}, "compute_dtype"),
+    ],
+)
+def test_no_row_ends_validate(tmp_path: Path, changed: dict[str, str], word: str) -> None:
+    document = _validated(tmp_path / "rows.csv", _columns(), _columns(**changed))
+    assert document["rows"] == 1
+    (skipped,) = document["skipped"]
+    assert skipped["row"] == "line 3" and word in skipped["reason"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"peak_mem_gib": "nan"},
+        {"peak_mem_gib": " "},
+        {"peak_mem_gib": "N/A"},
+        {"compute_dtype": "BFloat16", "activation_ckpt": "None"},
+        {"n_gpus": "16", "pp": "2", "pp_schedule": "AFAB", "inter_node_gbps": "400"},
+        {"n_gpus": "16", "dp_replicate": "16", "inter_node_gbps": "", "source": "nanotron"},
+        {"arch": "gpt-neox", "gated_mlp": "False", "a column of one's own": "3"},
+        {"arch": "falcon", "n_kv_heads": "1", "source": "an engine that nobody knows"},
+        {"arch": "Mistral", "n_kv_heads": "2", "gpu_mem_gib": ""},
+    ],
+)
+def test_validate_reads_what_tables_hold(tmp_path: Path, changed: dict[str, str]) -> None:
+    document = _validated(tmp_path / "rows.csv", _columns(**changed), before="\ufeff", ends="\r\n")
+    assert (document["rows"], document["skipped"]) == (1, [])
+    assert document["memory"]["n"] == ("peak_mem_gib" not in changed)
 
 
 def test_validate_takes_a_device_from_columns(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def within(outcomes: list[ScoredRun]) -> dict[str, Any]:
 
 def test_memory(scores: dict[str, Any]) -> None:
     assert scores["memory"]["n"] > 400
-    assert scores["memory"]["mape"] < 0.082
-    assert scores["memory"]["median_abs"] < 0.056
+    assert scores["memory"]["mape"] < 0.07
+    assert scores["memory"]["median_abs"] < 0.043
 
 
 def test_time(scores: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def test_time(scores: dict[str, Any]) -> None:
 
 def test_who_fits(scores: dict[str, Any]) -> None:
     assert scores["fit"]["recall"] > 0.88
-    assert scores["fit"]["false_alarm"] < 0.02
+    assert scores["fit"]["false_alarm"] < 0.015
 
 
 def test_the_first_choice_is_near_the_best(scores: dict[str, Any]) -> None:
@@ -67,15 +67,15 @@ def test_the_first_choice_is_near_the_best(scores: dict[str, Any]) -> None:
 
 
 def test_few_nodes(within: dict[str, Any]) -> None:
-    assert within["memory"]["mape"] < 0.08
-    assert within["memory"]["median_abs"] < 0.05
+    assert within["memory"]["mape"] < 0.07
+    assert within["memory"]["median_abs"] < 0.04
     assert within["time"]["mape"] < 0.15
 
 
 def test_many_nodes(beyond: dict[str, Any]) -> None:
     if not beyond["rows"]:
         pytest.skip("the published runs beside this checkout end at 16 nodes")
-    assert beyond["memory"]["mape"] < 0.10
+    assert beyond["memory"]["mape"] < 0.075
     assert beyond["time"]["mape"] < 0.165
     assert beyond["fit"]["recall"] > 0.9 and beyond["fit"]["false_alarm"] < 0.01
 

@@ -63,10 +63,10 @@ def _forecast(
     for done, row in enumerate(rows, start=1):
         try:
             outcomes.append(_outcome(row, shapes))
-        except MeshwrightError as error:
+        except (MeshwrightError, ArithmeticError, RuntimeError) as error:  # PyTorch's, of sizes that it cannot describe
             if skipped is None:
                 raise
-            skipped.append(SkippedRow(row.name, str(error).rstrip(".")))
+            skipped.append(SkippedRow(row.name, (str(error) or type(error).__name__).rstrip(".")))
         progress(done, len(rows))
     return outcomes
 

@@ -1,6 +1,6 @@
 """Cross entropy as other trainers compute it, for comparisons with their runs: it changes the memory of a step.
 
-PyTorch's own, on logits cast to fp32, is in `decoder.py`. Megatron and nanotron shift and exponentiate a copy, which
+PyTorch's own, on logits cast to fp32, is in `decoder.py`. Megatron and nanotron shift and exponentiate one copy, which
 also works on a sharded vocabulary. llm-foundry trains MPT with a fused one, which writes the gradient over the logits.
 """
 
@@ -32,7 +32,7 @@ class _Shifted(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         shifted = logits - logits.amax(-1, keepdim=True)
         picked = shifted.gather(-1, labels[:, None])
-        exponents = shifted.exp()
+        exponents = shifted.exp_()
         total = exponents.sum(-1, keepdim=True)
         ctx.save_for_backward(exponents.div_(total), labels)
         return total.log() - picked

@@ -12,8 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 
-from meshwright.errors import BadInput, ClusterError
-from meshwright.facts.catalogue import catalogue_name, hardware_of_device
+from meshwright.errors import BadInput, MeshwrightError
+from meshwright.facts.catalogue import GBPS, catalogue_name, hardware_of_device
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import Recompute
 from meshwright.facts.hardware import lay_over
@@ -26,8 +26,18 @@ from meshwright.reading import read_text, shown
 from meshwright.schedules import FAMILIES
 from meshwright.units import GIB
 
+MOST_LAYERS = 1_000
+"""Most layers of a row's decoder: each is built and described."""
 MOST = 10_000_000
-"""Largest count of layers, tokens, devices and so on; a larger number is a typing error."""
+"""Largest count of tokens, devices and so on; a larger number is a typing error."""
+
+ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "afab": "gpipe"}
+"""Other names of dtypes, and nanotron's of a schedule: all forward, all backward."""
+NOT_MEASURED = ("", "-", "na", "n/a", "nan", "none", "null")
+"""What tables write where nothing was measured."""
+BESIDE = 1.25
+"""A micro-batch's gradients and DDP's buckets of them, relative to all of them in the parameters' dtype, that are kept
+beside a sum in a wider dtype (published sweep, without a tensor axis: 1.0 to 1.6)."""
 
 NEEDED = (
     *("arch", "n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "gpu", "gpus_per_node", "n_gpus"),
@@ -112,7 +122,7 @@ def _read(values: Mapping[str, Any], line: int) -> MeasuredRun | SkippedRow:
         return SkippedRow(f"line {line}", f"the line ends before the column {short}")
     try:
         return _row(values, line)
-    except (ValueError, KeyError, ClusterError) as error:
+    except (ValueError, KeyError, MeshwrightError) as error:
         return SkippedRow(f"line {line}", str(error).rstrip("."))
 
 
@@ -155,8 +165,8 @@ def _cluster(values: Mapping[str, Any]) -> Cluster:
         devices_per_node=min(devices, per_node),
         device=values["gpu"],
         hardware=_hardware(values),
-        memory_gib=_float(values, "gpu_mem_gib"),
-        between_gbps=_float(values, "inter_node_gbps") if devices > per_node else None,
+        memory_gib=_measured(values, "gpu_mem_gib"),
+        between_gbps=_between_gbps(values) if devices > per_node else None,
         between_kind=_link(values) if devices > per_node else None,
     )
 
@@ -177,6 +187,14 @@ def _hardware(values: Mapping[str, Any]) -> dict[str, Any]:
     if complete and catalogue_name(values["gpu"]) is None:  # links and host as an unknown GPU's
         return lay_over(hardware_of_device(None).to_json(), found)
     return found
+
+
+def _between_gbps(values: Mapping[str, Any]) -> float | None:
+    """Gbit/s of a node: the row's or, if only its link's kind is known, what the catalogue has for such nodes."""
+    given = _measured(values, "inter_node_gbps")
+    if given is not None or _link(values) is None:
+        return given
+    return hardware_of_device(catalogue_name(values["gpu"])).between.bandwidth / GBPS
 
 
 def _link(values: Mapping[str, Any]) -> str | None:
@@ -202,7 +220,7 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
     )
     over = shards if stage else 1
-    has_masters, accumulates = master > rest, number("grad_accum") > 1
+    has_masters = master > rest
     terms = tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES)
     axes = Strategy(axes=normalised(terms))
     return StepLayout(
@@ -221,8 +239,7 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
-        # Without a pipeline the peak is at the loss, when the previous micro-batch's gradients are freed.
-        beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (accumulates or stage) else 0,
+        beside_bytes=BESIDE * rest if gradient > rest and stage < 2 else 0.0,
         moment_bytes=2 * master,
         master_bytes=master if has_masters else 0,
         cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
@@ -241,25 +258,27 @@ def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> 
     if not text and default is not None:
         return default
     number = _real(text, name)
-    least = 0 if name == "zero_stage" else 1
-    if number != int(number) or not least <= number <= MOST:
-        raise ValueError(f"{name} is {shown(text)}; it must be a whole number from {least} to {MOST}")
+    least, most = (0 if name == "zero_stage" else 1), (MOST_LAYERS if name == "n_layers" else MOST)
+    if number != int(number) or not least <= number <= most:
+        raise ValueError(f"{name} is {shown(text)}; it must be a whole number from {least} to {most}")
     return int(number)
 
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
-    dtype = values.get(name) or default
+    word = str(values.get(name) or "").strip().lower() or default
+    dtype = ALIASES.get(word, word)
     if dtype not in FORMATS:
-        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(FORMATS)}")
-    return str(dtype)
+        raise ValueError(f"{name} is {shown(word)}; it must be one of {', '.join(FORMATS)}")
+    return dtype
 
 
 def _word(values: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
     """One of the known words; empty if the column is empty or missing."""
-    word = str(values.get(name) or "").strip()
-    if word and word not in known:
+    word = str(values.get(name) or "").strip().lower()
+    found = ALIASES.get(word, word)
+    if found and found not in known:
         raise ValueError(f"{name} is {shown(word)}; it must be one of {', '.join(known)}, or empty")
-    return word
+    return found
 
 
 def _is_true(text: Any) -> bool:
@@ -273,7 +292,8 @@ def _float(values: Mapping[str, Any], name: str) -> float | None:
 
 def _measured(values: Mapping[str, Any], name: str) -> float | None:
     """A measured number above 0; None if the column is empty or missing."""
-    number = _float({name: str(values.get(name) or "").strip()}, name)
+    text = str(values.get(name) or "").strip()
+    number = None if text.lower() in NOT_MEASURED else _float({name: text}, name)
     if number is not None and number <= 0:
         raise ValueError(f"{name} is {shown(values[name])}; it must be above 0, or empty if it was not measured")
     return number

@@ -12,6 +12,9 @@ from meshwright.planner.step_layout import BUCKET, StepLayout, stages_of
 
 GATHERED_UNITS = 2
 """Shard units that FSDP2 holds gathered at a time: the one that computes and the next, which is being gathered."""
+SEGMENTS = 80 * 2**20
+"""Bytes of the caching allocator's partly used segments: 20 MiB for tensors of 1 to 10 MiB, on each of some four
+streams (published sweep, ranks that hold less than 3 GiB: 70 to 150 MiB more than their tensors)."""
 WORKSPACE = 64 * 2**20
 """Bytes of cuBLAS's workspaces: 32 MiB on Hopper for each of two threads that compute."""
 FEW = 8
@@ -61,7 +64,7 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
     memory["activations"] -= memory["logits"]
     if step_layout.one_process:
         memory["logits"] *= step_layout.data
-    memory["allocator"] = SLACK * (memory["activations"] + memory["logits"])
+    memory["allocator"] = SEGMENTS + SLACK * (memory["activations"] + memory["logits"])
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 
 
@@ -146,7 +149,7 @@ def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) 
 
 def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
     """Buffers of a gradient sum over ranks, besides the gradients."""
-    if step_layout.reduced == 1 or step_layout.gathers:
+    if step_layout.reduced == 1 or step_layout.gathers or step_layout.beside_bytes:
         return 0.0
     if step_layout.optimizer_over == 1:
         # DDP sends its own bucket, or a rounded copy of it. A large tensor is a bucket by itself.

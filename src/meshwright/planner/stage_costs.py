@@ -37,8 +37,6 @@ another stream returns when the host synchronises with the device, as the first 
 PIECED = 1.0
 """Time of the elementwise kernels of all pieces, relative to those of a whole loss (H200, 8,192 rows of 128,256 classes
 in bf16: 14.7 ms and 14.4 ms besides the products, compiled 5.9 and 5.5)."""
-WIDE = 16
-"""Ranks of inner axes above which synchronising takes longer."""
 Inner = tuple[tuple[AxisTerm, ...], bool]
 """The inner axes of a step layout, and whether they divide the sequence."""
 
@@ -357,6 +355,10 @@ class StageCosts:
             found += self.prices.seconds(kernel, samples, _kernel_parts(kernel, shares), compiled=compiled)
         return found
 
+    def stream(self, step_layout: StepLayout) -> float:
+        """Bytes of a micro-batch's activations between blocks, whole."""
+        return self._stream((step_layout.precision, step_layout.recompute), step_layout.micro_batch)
+
     def _flow(self, policy: tuple[str, str], micro_batch: int) -> float:
         """Bytes of the activations between blocks."""
         units = self._costs[policy].units
@@ -394,8 +396,8 @@ def _fused_loss(loss: UnitWork, gradient: float) -> UnitWork:
 
 
 def held_twice(step_layout: StepLayout) -> float:
-    """The share of gathered inputs that the allocator does not have back when hosts wait; wide axes wait longer."""
-    return max(0.1, 1 - RETURNED * max(1.0, step_layout.inner_ranks / WIDE) / step_layout.stages)
+    """The share of gathered inputs that the allocator does not have back when hosts wait."""
+    return max(0.0, 1 - RETURNED / step_layout.stages)
 
 
 def cut_by_compute(facts: ModelFacts, count: int) -> Stages:

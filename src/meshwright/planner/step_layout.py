@@ -59,8 +59,8 @@ class StepLayout:
     gradient_bytes: int = 4
     gradients_rest: bool = True
     """Whether gradients keep their memory; otherwise backward allocates it and the update frees it."""
-    beside_bytes: int = 0
-    """Bytes per element of a micro-batch's gradient that is kept besides the accumulated sum."""
+    beside_bytes: float = 0.0
+    """Bytes per element of a micro-batch's gradients, and of buckets to send them, besides the accumulated sum."""
     moment_bytes: float = 8.0
     """Bytes per element of optimizer state."""
     master_bytes: int = 0

@@ -56,7 +56,12 @@ class Timing:
     @property
     def stalls(self) -> bool:
         """Whether devices wait for their hosts during micro-batches."""
-        return self.parts.get("host", 0.0) > self.waits
+        return self.waiting > 0
+
+    @property
+    def waiting(self) -> float:
+        """The share of the step that devices wait for their hosts during micro-batches."""
+        return (self.parts.get("host", 0.0) - self.waits) / self.total if self.total else 0.0
 
 
 def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Hardware, per_node: int) -> Timing:

@@ -323,6 +323,29 @@ class AccumulationHook(Net):
         self.last.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
 
 
+class History(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.history.append(y.detach().mean())  # grows
+        return y
+
+
+class HalfHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, CLASSES).half()  # float16
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.last(y.half()).float()
+
+
 class NamesDevice(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + torch.zeros(4, device="cuda"))  # names a device
@@ -414,6 +437,10 @@ def sum_of_one(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def contrastive(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     unit = F.normalize(output)
     return F.cross_entropy(10 * unit @ unit.T, torch.arange(len(unit)), reduction="sum"), len(unit)
+
+
+def input_tokens(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return token_loss(output, batch)[0], (batch["x"] < 20).sum()
 
 
 def hardest_half(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -542,6 +569,9 @@ BROKEN: dict[str, Broken] = {
     "number": (with_model(Logging), "value-read", "", "# waits", "single,compile"),
     "accumulation hook": (with_model(AccumulationHook), "gradient-hook", "last", "self.last = nn.Linear", "ddp"),
     "device": (with_model(NamesDevice), "fixed-device", "", "# names a device", None),
+    "history": (with_model(History), "growing-state", "history", "# grows", "ddp"),
+    "float16": (with_model(HalfHead), "float16-parameter", "last", "# float16", None),
+    "other tokens": (replace(padded, loss=input_tokens), "loss-weight", "", "def input_tokens", "ddp"),
     "hardest half": (replace(net, loss=hardest_half), "loss-over-batch", "", "def hardest_half", "ddp"),
     "statistics": (
         *(replace(net, model=SampleStatistics, sample=lambda n: images(n)), "state-changed-in-forward"),

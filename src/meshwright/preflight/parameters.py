@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from meshwright.describe.optimizer import left_out
 from meshwright.facts.finding import Level
 from meshwright.preflight.places import CodePlace, place_of_function
@@ -100,6 +102,22 @@ def not_updated(subject: Subject) -> Iterator[Issue]:
             do="Put them into a group, or set requires_grad=False.",
             module=names[0].rpartition(".")[0] or names[0],
             place=place_of_function(subject.job.optimizer),
+        )
+
+
+def half(subject: Subject) -> Iterator[Issue]:
+    """Trainable parameters that the builder makes in float16."""
+    parameters = subject.model.named_parameters()
+    names = [name for name, one in parameters if one.requires_grad and one.dtype == torch.float16]
+    if names:
+        yield Issue(
+            kind="float16-parameter",
+            what=f"The builder makes {_listed(names)} in float16: small gradients and updates of such weights become "
+            "zero, and large ones infinite.",
+            level=always,
+            do="Build the model in float32 and choose the precision in the strategy: bf16, or fp16 with a scaled loss.",
+            module=names[0].rpartition(".")[0] or names[0],
+            place=partial(subject.made, names[0]),
         )
 
 

@@ -23,6 +23,7 @@ from meshwright.strategies import Place
 
 RULES = (
     *(parameters.unused, parameters.unregistered, parameters.not_updated, parameters.gradient_hooks),
+    *(parameters.half, state.grown),
     *(parameters.aliased, parameters.tied, parameters.frozen, parameters.read_elsewhere),
     *(state.moved, state.unsaved, state.batch_norm, state.frozen_batch_norm, state.evaluated),
     *(own_draws, kept_generators, dropout_in_eval, batch_changed, parameters_changed, steered, fixed_device),

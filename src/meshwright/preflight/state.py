@@ -51,6 +51,20 @@ def unsaved(subject: Subject) -> Iterator[Issue]:
             )
 
 
+def grown(subject: Subject) -> Iterator[Issue]:
+    """Lists and dicts to which every pass adds."""
+    for name in subject.trial.grown:
+        yield Issue(
+            kind="growing-state",
+            what=f"Every forward pass adds to {name}, and nothing empties it: memory grows from step to step, and a "
+            "tensor that is kept with its graph keeps all activations.",
+            level=always,
+            do="Return what is to be logged, or keep the last value only, detached.",
+            module=name,
+            place=subject.changed(name),
+        )
+
+
 def batch_norm(subject: Subject) -> Iterator[Issue]:
     names = list(subject.facts.batch_norms)
     if names:

@@ -22,6 +22,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import DrawFacts
 from meshwright.preflight.places import CodePlace
 from meshwright.recording.operation import changed_by
+from meshwright.torch_private.modules import REGISTERED
 from meshwright.torch_private.tensors import storage_id
 
 _TORCH = Path(torch.__file__).parent
@@ -58,6 +59,8 @@ class Trial:
     """Lines that read a number that depends on parameters."""
     generators: tuple[str, ...] = ()
     """Attributes that hold generators of Python or numpy, from which the pass drew."""
+    grown: tuple[str, ...] = ()
+    """Lists and dicts that are longer after each pass."""
     dropped: tuple[DrawFacts, ...] = ()
     """Dropout in eval mode."""
     device: tuple[str, CodePlace] | None = None
@@ -85,12 +88,15 @@ def _passes(job: Job, model: nn.Module) -> Trial:
         output = call_model(job, model, batch)
         watcher.in_loss = True
         call_loss(job, output, batch)
+    sizes = dict(_sizes(model))
+    call_model(job, model, batch)
     drawn = [name for name, state in _generators(model) if state != before.get(name, state)]
     return Trial(
         written=tuple(watcher.written.values()),
         moved=tuple(watcher.moved.values()),
         reads=tuple(watcher.reads.values()),
         generators=tuple(drawn),
+        grown=tuple(name for name, size in _sizes(model) if size > sizes.get(name, size)),
         dropped=_dropped_in_eval(job, model),
     )
 
@@ -152,6 +158,14 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield place, str(value.bit_generator.state)
             elif isinstance(value, numpy.random.RandomState):
                 yield place, str(value.get_state(legacy=False))
+
+
+def _sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """The lengths of the lists and dicts that modules keep besides their tensors and children."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in REGISTERED and isinstance(value, list | dict):
+                yield f"{name}.{attribute}" if name else attribute, len(value)
 
 
 def ever_used(job: Job) -> set[str]:

@@ -565,7 +565,6 @@ BROKEN: dict[str, Broken] = {
     "changed labels": (replace(heads, loss=masking_loss), "batch-changed", "", "# masks in place", "ddp"),
     "changed weight": (with_model(ChangedWeight), "state-changed-in-forward", "last.weight", "# clips weights", "fsdp"),
     "branch": (with_model(Branch), "value-read", "", "# decides", "ddp"),
-    "branch, mixed": (with_model(Branch), "samples-mixed", "", "def forward", "ddp"),
     "number": (with_model(Logging), "value-read", "", "# waits", "single,compile"),
     "accumulation hook": (with_model(AccumulationHook), "gradient-hook", "last", "self.last = nn.Linear", "ddp"),
     "device": (with_model(NamesDevice), "fixed-device", "", "# names a device", None),

@@ -85,7 +85,7 @@ def call_loss(job: Job, output: Any, batch: Any) -> tuple[torch.Tensor, float | 
         )
     total, weight = result
     if not isinstance(total, torch.Tensor):
-        raise JobError(f"Job(loss=...) must return a tensor as its sum, but it is {_kind(total)}; leave out .item().")
+        raise JobError(f"Job(loss=...) must return (sum, weight), but its sum is a {_kind(total)}; leave out .item().")
     if total.numel() != 1:
         raise JobError(f"Job(loss=...) must return one number as its sum, but it has shape {tuple(total.shape)}.")
     if not isinstance(weight, int | float | torch.Tensor):

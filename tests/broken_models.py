@@ -213,6 +213,160 @@ class Lazy(Net):
         self.last = nn.LazyLinear(CLASSES)  # no shape yet
 
 
+class PlainList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]  # a plain list
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for layer in self.extra:
+            y = layer(y)
+        return self.last(y + sum(block(y) for block in self.blocks))
+
+
+class PlainTensor(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(CLASSES, requires_grad=True)  # no parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+class SkipsByNumpy(Net):
+    """Skips layers in half of the passes: they are not unused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            if numpy.random.rand() < 0.5:  # skips
+                continue
+            y = block(y)
+        return self.last(y)
+
+
+class OwnGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)  # its own generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.random.random())
+
+
+class AlwaysDropping(Net):
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.1)  # always drops
+
+
+class AttentionDropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(31, WIDTH)
+        self.last = nn.Linear(WIDTH, 31)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.token(x)
+        return self.last(F.scaled_dot_product_attention(y, y, y, dropout_p=0.1))  # drops, too
+
+
+class HiddenState(nn.Module):
+    """Goes on from the hidden state of the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(31, WIDTH)
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, 31)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.cells(self.token(x), self.hidden)
+        self.hidden = hidden.detach()  # goes on
+        return self.last(y)
+
+
+class ChangedInput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)  # scales in place
+        return super().forward(x)
+
+
+class ChangedWeight(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.weight.data.clamp_(-0.1, 0.1)  # clips weights
+        return super().forward(x)
+
+
+class Branch(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.mean() > 0:  # decides
+            y = self.blocks[0](y)
+        for block in self.blocks[1:]:
+            y = block(y)
+        return self.last(self.blocks[0](y))
+
+
+class Logging(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.size = y.norm().item()  # waits
+        return y
+
+
+class AccumulationHook(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+
+
+class History(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.history.append(y.detach().mean())  # grows
+        return y
+
+
+class HalfHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, CLASSES).half()  # float16
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.last(y.half()).float()
+
+
+class NamesDevice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.zeros(4, device="cuda"))  # names a device
+
+
+class SampleStatistics(nn.Module):
+    """Made by a function, so no line assigns the state that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, layer in {
+            "first": nn.Conv2d(1, 8, 3),
+            "norm": nn.InstanceNorm2d(8, track_running_stats=True),
+        }.items():
+            setattr(self, name, layer)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu().mean((2, 3)))
+
+
 def shared_mean(x: Tensor) -> Tensor:
     total = x.mean(0)
     dist.all_reduce(total)  # communicates
@@ -283,6 +437,24 @@ def sum_of_one(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def contrastive(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     unit = F.normalize(output)
     return F.cross_entropy(10 * unit @ unit.T, torch.arange(len(unit)), reduction="sum"), len(unit)
+
+
+def input_tokens(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return token_loss(output, batch)[0], (batch["x"] < 20).sum()
+
+
+def hardest_half(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    each = F.cross_entropy(output, batch["y"], reduction="none")
+    return each[each >= each.quantile(0.5)].sum(), len(output)
+
+
+def masking_loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    batch["y"][:, 0] = -100  # masks in place
+    return token_loss(output, batch)[0], batch["y"][:, 1:].numel()
+
+
+def matrices_only(params: Any) -> SGD:
+    return SGD([p for p in params if p.ndim > 1], lr=0.1)
 
 
 def noisy_loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -378,6 +550,32 @@ BROKEN: dict[str, Broken] = {
     "heads": (heads, "refused", "blocks.0.query", "self.query = nn.Linear", "tp=2"),
     "vocabulary": (heads, "undivided-layer", "token", "self.token = nn.Embedding", "tp=3"),
     "layers": (heads, "uneven-stages", "blocks.0", "self.blocks = nn.ModuleList", "pp=2"),
+    "plain list": (with_model(PlainList), "unregistered-parameter", "extra", "# a plain list", "ddp"),
+    "plain tensor": (with_model(PlainTensor), "unregistered-parameter", "shift", "# no parameter", None),
+    "skipped by the optimizer": (
+        *(replace(net, optimizer=matrices_only), "optimizer-skips", "first", "def matrices_only", "single"),
+    ),
+    "skips layers": (with_model(SkipsByNumpy), "own-randomness", "", "# skips", "ddp"),
+    "own generator": (with_model(OwnGenerator), "own-randomness", "", "# its own generator", "ddp"),
+    "always drops": (with_model(AlwaysDropping), "dropout-in-eval", "blocks.0", "# always drops", None),
+    "attention drops": (replace(heads, model=AttentionDropping), "dropout-in-eval", "", "# drops, too", "single"),
+    "hidden state": (replace(heads, model=HiddenState), "state-changed-in-forward", "hidden", "# goes on", "ddp"),
+    "hidden state, unsaved": (replace(heads, model=HiddenState), "unsaved-state", "hidden", "# goes on", None),
+    "changed input": (with_model(ChangedInput), "batch-changed", "", "# scales in place", None),
+    "changed labels": (replace(heads, loss=masking_loss), "batch-changed", "", "# masks in place", "ddp"),
+    "changed weight": (with_model(ChangedWeight), "state-changed-in-forward", "last.weight", "# clips weights", "fsdp"),
+    "branch": (with_model(Branch), "value-read", "", "# decides", "ddp"),
+    "number": (with_model(Logging), "value-read", "", "# waits", "single,compile"),
+    "accumulation hook": (with_model(AccumulationHook), "gradient-hook", "last", "self.last = nn.Linear", "ddp"),
+    "device": (with_model(NamesDevice), "fixed-device", "", "# names a device", None),
+    "history": (with_model(History), "growing-state", "history", "# grows", "ddp"),
+    "float16": (with_model(HalfHead), "float16-parameter", "last", "# float16", None),
+    "other tokens": (replace(padded, loss=input_tokens), "loss-weight", "", "def input_tokens", "ddp"),
+    "hardest half": (replace(net, loss=hardest_half), "loss-over-batch", "", "def hardest_half", "ddp"),
+    "statistics": (
+        *(replace(net, model=SampleStatistics, sample=lambda n: images(n)), "state-changed-in-forward"),
+        *("norm.running_mean", "class SampleStatistics", "ddp"),
+    ),
     "batch": (replace(net, global_batch=7), "uneven-batch", "", "", "ddp"),
 }
 
@@ -451,6 +649,87 @@ class PositionalNoise(Net):
         return super().forward(x + self.noise)
 
 
+class References(Net):
+    """A plain list of layers that are registered, and settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [self.blocks[1], self.blocks[0]]
+        self.settings = {"width": WIDTH, "names": ["a"], "frozen": torch.zeros(3)}
+
+
+class Keeping(Net):
+    """Keeps an output for the logs, which no later pass reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = y.detach()
+        return y
+
+
+class InPlace(Net):
+    """Changes its own activations in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * 1
+        y += 1
+        y[:, 0] = 0
+        return self.last(F.relu_(sum((block(y) for block in self.blocks), y)))
+
+
+class Experts(nn.Module):
+    """Chooses samples for each expert by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        weights, chosen = self.gate(y).softmax(-1).topk(2, -1)
+        mixed = torch.zeros_like(y)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if rows.numel():
+                mixed.index_add_(0, rows, expert(y[rows]) * weights[rows, places, None])
+        return self.last(mixed)
+
+
+def likelihood(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """PyTorch's distributions read values to check their arguments."""
+    expected = torch.distributions.Normal(output, torch.ones_like(output))
+    return -expected.log_prob(batch["x"].sum(1, keepdim=True)).sum(), output.numel()
+
+
+def weighted_tokens(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    each = F.cross_entropy(output.flatten(0, 1), batch["y"].flatten(), reduction="none")
+    return (each * batch["weight"].flatten()).sum(), batch["weight"].sum()
+
+
+def weighted(n: int) -> dict[str, Tensor]:
+    return {**tokens(n), "weight": torch.rand(n, LENGTH)}
+
+
+def masked_tokens(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    hidden = batch["weight"] < 0.5
+    return F.cross_entropy(output[hidden], batch["y"][hidden], reduction="sum"), hidden.sum()
+
+
+def two_groups(params: Any) -> SGD:
+    params = list(params)
+    matrices, others = ([p for p in params if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    return SGD([{"params": matrices, "weight_decay": 0.1}, {"params": others}], lr=0.1)
+
+
+class WeightNormed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(self.first)
+
+
 def mean_by_count(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     """A mean, multiplied by what it was divided by."""
     return F.cross_entropy(output, batch["y"]) * len(output), len(output)
@@ -481,4 +760,13 @@ SOUND: dict[str, tuple[Job, str | None]] = {
     "contrastive, alone": (contrasted, "single"),
     "random, alone": (with_model(RandomMask), "single"),
     "whole vocabulary": (heads, "ddp"),
+    "references": (with_model(References), None),
+    "keeps an output": (with_model(Keeping), None),
+    "in place": (with_model(InPlace), None),
+    "experts": (with_model(Experts), None),
+    "likelihood": (replace(net, loss=likelihood), None),
+    "weighted tokens": (replace(heads, loss=weighted_tokens, sample=weighted), None),
+    "masked tokens": (replace(heads, loss=masked_tokens, sample=weighted), None),
+    "two groups": (replace(net, optimizer=two_groups), None),
+    "weight norm": (with_model(WeightNormed), None),
 }

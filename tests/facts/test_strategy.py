@@ -160,6 +160,8 @@ def test_axes_are_normalised() -> None:
         ("", ["Empty strategy term", "fsdp"]),
         ("fsdp,,tp=2", ["Empty strategy term"]),
         ("fsdpp", ["Unknown strategy term 'fsdpp'; did you mean 'fsdp'?"]),
+        ("dpp", ["'dpp'", "did you mean 'ddp'?"]),
+        ("fdsp", ["'fdsp'", "did you mean 'fsdp'?"]),
         ("FSDP", ["'FSDP'", "did you mean 'fsdp'?"]),
         ("ddp,tpp=4", ["'tpp=4'", "did you mean 'tp=4'?"]),
         ("tp2", ["'tp2'", "did you mean 'tp=N'?"]),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import inf
+from statistics import fmean
 
 import pytest
 
@@ -141,3 +142,77 @@ def test_a_disturbed_trial_does_not_end_the_search() -> None:
 
     best = Tuner(candidates=candidates, limit=10.0, attempt=attempt).search()
     assert best is not None and best.seconds == 1.2
+
+
+def test_one_slow_trial_does_not_rule_out_strangers() -> None:
+    """The first trial takes 1.6 times its forecast, because the host is slow or was disturbed: others are tried."""
+    candidates = [
+        Candidate(strategy=Strategy.parse("fsdp").resolve(8), seconds=0.42, bytes=1.0),
+        Candidate(strategy=Strategy.parse("fsdp,ac=full").resolve(8), seconds=0.47, bytes=1.0),
+        Candidate(strategy=Strategy.parse("ddp").resolve(8), seconds=0.75, bytes=1.0),
+    ]
+    seconds = dict(zip((one.strategy for one in candidates), (0.68, 0.51, 0.8), strict=True))
+    tried = []
+
+    def attempt(one: Candidate) -> Trial:
+        tried.append(str(one.strategy))
+        return Trial(candidate=one, fits=True, seconds=seconds[one.strategy], bytes=1.0)
+
+    best = Tuner(candidates=candidates, limit=10.0, attempt=attempt, most=2).search()
+    assert best is not None and best.seconds == 0.51
+    assert tried == ["fsdp=8", "fsdp=8,ac=full"]
+
+
+def test_a_trial_that_may_have_been_disturbed_is_repeated() -> None:
+    first, second = (
+        Candidate(strategy=Strategy.parse(text).resolve(8), seconds=seconds, bytes=1.0)
+        for text, seconds in (("ddp", 1.0), ("fsdp", 1.02))
+    )
+    found = {first.strategy: [1.3, 1.0], second.strategy: [1.02]}
+
+    def attempt(one: Candidate) -> Trial:
+        return Trial(candidate=one, fits=True, seconds=found[one.strategy].pop(0), bytes=1.0)
+
+    tuner = Tuner(candidates=[first, second], limit=10.0, attempt=attempt)
+    best = tuner.search()
+    assert best is not None and best.candidate is first and best.seconds == 1.0
+    assert [trial.candidate for trial in tuner.trials] == [first, second, first]
+    assert tuner.trials[-1].why.startswith("repeated")
+
+
+def test_a_strategy_that_runs_out_when_it_is_repeated_is_not_chosen() -> None:
+    first, second = (
+        Candidate(strategy=Strategy.parse(text).resolve(8), seconds=1.0 + place / 50, bytes=1.0)
+        for place, text in enumerate(("ddp", "fsdp"))
+    )
+    found: dict[Strategy, list[float | None]] = {first.strategy: [1.3, None], second.strategy: [1.02]}
+
+    def attempt(one: Candidate) -> Trial:
+        seconds = found[one.strategy].pop(0)
+        return Trial(candidate=one, fits=seconds is not None, seconds=seconds, bytes=1.0)
+
+    best = Tuner(candidates=[first, second], limit=10.0, attempt=attempt).search()
+    assert best is not None and best.candidate is second
+
+
+@pytest.mark.parametrize(("noise", "bound"), [(0.05, 0.009), (0.2, 0.022), (0.4, 0.03)])
+def test_a_busy_host_costs_little(noise: float, bound: float) -> None:
+    """Trials are longer than the truth by an exponential share; the choice is judged by its undisturbed time.
+
+    200 seeds are 0.6, 1.8 and 2.2 % above the fastest in the mean; without repeated trials, it was 1.0, 2.6 and 3.4 %.
+    """
+    lost = []
+    for seed in range(40):
+        limit = (24, 45, 80, 140)[seed % 4] * GIB
+        truth, host = Truth(seed, limit), random.Random(seed)
+
+        def attempt(one: Candidate, truth: Truth = truth, host: random.Random = host) -> Trial:
+            trial = truth(one)
+            longer = 1 + host.expovariate(1 / noise)
+            return trial if trial.seconds is None else replace(trial, seconds=trial.seconds * longer)
+
+        fastest = min(trial.seconds or inf for trial in map(Truth(seed, limit), space()))
+        best = Tuner(candidates=space(), limit=limit, attempt=attempt).search()
+        assert best is not None and truth.calls <= len(space()) / 10
+        lost.append((truth(best.candidate).seconds or inf) / fastest - 1)
+    assert fmean(lost) < bound

@@ -55,7 +55,21 @@ def test_nothing_is_found_in_a_sound_model(name: str) -> None:
 
 def test_a_broken_model_has_no_other_findings() -> None:
     """Where a model is broken in one way, nothing else is said about it."""
-    for name in ("unused", "frozen", "contrastive", "depth, torch", "guarded collective", "lazy"):
+    for name in (
+        *("plain list", "skipped by the optimizer", "skips layers", "own generator", "always drops", "changed weight"),
+        *(
+            "changed input",
+            "changed labels",
+            "number",
+            "accumulation hook",
+            "history",
+            "float16",
+            "other tokens",
+            "device",
+            "hardest half",
+        ),
+        *("unused", "frozen", "contrastive", "depth, torch", "guarded collective", "lazy"),
+    ):
         job, kind, *_, strategy = BROKEN[name]
         found = examined(job, strategy)
         assert [one.kind for one in found] == [kind], name

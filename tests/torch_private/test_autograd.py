@@ -18,6 +18,7 @@ from meshwright.torch_private.autograd import (
     direct_apply,
     engine_inside,
     engine_wrapped,
+    has_accumulation_hooks,
     hooks_wrapped,
     own_functions_given,
     own_functions_wrapped,
@@ -280,3 +281,10 @@ def test_modes_are_back_after_the_backward_of_a_compiled_graph() -> None:
     with Seen() as mode:
         run_engine((y.sum(),), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     assert "mul" in mode.names or "__mul__" in mode.names
+
+
+def test_accumulation_hooks_are_seen() -> None:
+    one, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    one.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert has_accumulation_hooks(one)
+    assert not has_accumulation_hooks(other)

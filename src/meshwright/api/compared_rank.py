@@ -33,6 +33,13 @@ class Compared:
             return self.measured.seconds
         return self.measured.seconds + self.forecast.waits
 
+    @property
+    def quickest_step(self) -> float | None:
+        """Seconds of a step that nothing else on the host disturbs, as far as the timed steps show it."""
+        if self.measured.quickest is None or self.forecast.waits is None:
+            return self.measured.quickest
+        return self.measured.quickest + self.forecast.waits
+
     def to_json(self) -> dict[str, Any]:
         return {
             "strategy": str(self.strategy),

@@ -65,11 +65,12 @@ class Rehearser:
         self.tell(f"{strategy} rank {rank}: forecasting")
         return forecast_rank(self.planner, self.site, strategy, rank, traced=self.traced)
 
-    def rehearse(self, strategy: Strategy, rank: int = 0) -> Compared:
-        """Rehearse one rank of a resolved strategy."""
-        if (strategy, rank) in self.done:
-            return self.done[strategy, rank]
-        forecast = self.forecast(strategy, rank)
+    def rehearse(self, strategy: Strategy, rank: int = 0, *, again: bool = False) -> Compared:
+        """Rehearse one rank of a resolved strategy; if it has been rehearsed, only if asked to do so `again`."""
+        known = self.done.get((strategy, rank))
+        if known is not None and not again:
+            return known
+        forecast = self.forecast(strategy, rank) if known is None else known.forecast
         task = RehearsalTask(
             job=self.job,
             facts=self.planner.facts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -84,19 +84,24 @@ class Attempts:
 
     rehearser: Rehearser
     ranks: dict[Strategy, int]
+    made: set[Strategy] = field(default_factory=set)
 
     def __call__(self, candidate: Candidate) -> Trial:
         try:
             self.rehearser.check(candidate.strategy)
         except MeshwrightError as error:
             return Trial(candidate=candidate, fits=False, why=f"refused: {error}")
-        compared = self.rehearser.rehearse(candidate.strategy, self.ranks.get(candidate.strategy, 0))
+        again = candidate.strategy in self.made
+        self.made.add(candidate.strategy)
+        compared = self.rehearser.rehearse(candidate.strategy, self.ranks.get(candidate.strategy, 0), again=again)
         measured = compared.measured
         if measured.status == OUT_OF_MEMORY:
             return Trial(candidate=candidate, fits=False, bytes=float(measured.held + measured.wanted))
         if not measured.ran:
             return Trial(candidate=candidate, fits=False, why=f"{measured.status}: {measured.reason}")
-        return Trial(candidate=candidate, fits=compared.fits, seconds=compared.step, bytes=float(measured.held))
+        return Trial(
+            candidate=candidate, fits=compared.fits, seconds=compared.quickest_step, bytes=float(measured.held)
+        )
 
 
 def _choices(rehearser: Rehearser, options: TuneOptions) -> Iterator[Strategy]:
@@ -160,11 +165,11 @@ def _show(trial: Trial) -> dict[str, Any]:
 
 
 def _why(tuner: Tuner, best: Trial | None) -> list[str]:
-    tried, known = len(tuner.trials), len(tuner.candidates)
+    tried, known = len({trial.candidate.strategy for trial in tuner.trials}), len(tuner.candidates)
     if best is None or best.seconds is None:
         return [f"None of {tried} strategies that were rehearsed fits; {known} can run here."]
-    others = [trial for trial in tuner.trials if trial.fits and trial is not best and trial.seconds]
-    unfit = [str(trial.candidate.strategy) for trial in tuner.trials if not trial.fits]
+    others = [trial for trial in tuner.trials if trial.fits and trial.candidate != best.candidate and trial.seconds]
+    unfit = dict.fromkeys(str(trial.candidate.strategy) for trial in tuner.trials if not trial.fits)
     found = [
         f"It takes {show_seconds(best.seconds)} a step and {show_bytes(best.bytes or 0)} of "
         f"{show_bytes(tuner.limit)} ({(best.bytes or 0) / tuner.limit:.0%})."

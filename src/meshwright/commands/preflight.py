@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
+from meshwright.describe.code_lines import failed_line
 from meshwright.describe.collectives_in_code import find_collectives
 from meshwright.describe.model import describe
 from meshwright.errors import JobError, MeshwrightError
@@ -16,7 +17,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.preflight.collectives import collective_issues
-from meshwright.preflight.places import NOWHERE, place_changed, place_made, place_of_function
+from meshwright.preflight.places import NOWHERE, CodePlace, place_changed, place_made, place_of_function
 from meshwright.preflight.preflight import ALL, examine, examine_everywhere, examine_strategy, finding_of
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import Place
@@ -63,7 +64,8 @@ def examine_job(
 
 def _mistake(job: Job, error: JobError) -> Finding:
     """Why a job cannot be described, at the place of the parameter that it is about."""
-    place = NOWHERE
+    line = failed_line(error.__cause__) if error.__cause__ else None
+    place = CodePlace(line.file, line.line) if line else NOWHERE
     if error.name:
         model = _unfinished(job)
         place = (place_changed if error.kind == "parameter-made-in-forward" else place_made)(model, error.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,15 @@ from meshwright.torch_private.modes import without_torch_function
 
 NEAR = 1e-4
 """Relative tolerance for two numbers that would be equal without rounding."""
-_SKIPPING, _POSITION = (F.cross_entropy, F.nll_loss), 4
-"""Losses that skip targets, and the position of their argument `ignore_index`."""
+_SKIPPING, _WEIGHT, _POSITION = (F.cross_entropy, F.nll_loss), 2, 4
+"""Losses that skip targets, and the positions of their arguments `weight` and `ignore_index`."""
 
 
 class SkippedTargets(TorchFunctionMode):
     """Counts the targets of cross entropies while active, and those of them that `ignore_index` skips."""
+
+    total = 0.0
+    """The sum of the cross entropies, as long as all of them are plain sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +33,11 @@ class SkippedTargets(TorchFunctionMode):
         if func in _SKIPPING:
             with without_torch_function():
                 self._count(args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _SKIPPING:
+            is_sum = kwargs.get("reduction") == "sum" and kwargs.get("weight") is None and len(args) < _WEIGHT + 1
+            self.total += float(result) if is_sum else math.nan
+        return result
 
     def _count(self, args: Any, kwargs: Any) -> None:
         target = kwargs["target"] if "target" in kwargs else args[1]
@@ -49,7 +57,11 @@ def find_form(
     total, weight = (float(value) for value in whole)
     totals, weights = ([float(part[index]) for part in parts] for index in (0, 1))
     if additive:
-        return "padding_counted" if skipped.skipped and _near(weight, skipped.targets) else ""
+        if skipped.skipped and _near(weight, skipped.targets):
+            return "padding_counted"
+        counts = (skipped.targets, skipped.targets - skipped.skipped, sum(sizes))
+        is_counted = any(_near(weight, count) for count in counts)
+        return "other_count" if _near(total, skipped.total) and not is_counted else ""
     if all(_near(weight, other) for other in weights):
         if _near(total, sum(totals)):
             return "constant_weight"

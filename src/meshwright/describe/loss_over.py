@@ -118,7 +118,7 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
         additive = _near(whole, parts[0] + parts[1], parts)
         form = find_form(whole, parts, [length for _, length in RANGES], skipped, additive)
         if additive:
-            return LossOver(form=form)
+            return LossOver("batch" if _chooses_samples(job, model, batch, output, whole) else "samples", form=form)
         if not _near(whole, _loss(job, _seeded(job, model, batch, seed=1), batch), parts):
             return LossOver()  # random numbers, or state kept between passes: the comparison means nothing
         sizes = [WHOLE, *(length for _, length in RANGES)]
@@ -127,6 +127,24 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
             return LossOver("batch", form=form)
         module = _mixing_module(job, model, batch, pieces[0])
     return LossOver("model", _mixed(layout, output, outputs), module)
+
+
+def _chooses_samples(job: Job, model: nn.Module, batch: Any, output: Any, whole: torch.Tensor) -> bool:
+    """Whether the loss of the batch is not that of its single samples.
+
+    A loss of the hardest half may by chance choose the same samples in both parts. A model whose branches depend on the
+    batch is not meant: the outputs of single samples must give the loss of the batch.
+    """
+    try:
+        pieces = Cutter(job).cut(batch, tuple((first, 1) for first in range(WHOLE)))
+        outputs = [_seeded(job, model, piece) for piece in pieces]
+        parts = [_loss(job, out, piece) for out, piece in zip(outputs, pieces, strict=True)]
+        if not torch.stack(parts).isfinite().all() or _near(whole, torch.stack(parts).sum(0), parts):
+            return False
+        layout = learn_layout(list(zip([WHOLE, *[1] * WHOLE], [output, *outputs], strict=True)), "output")
+    except Exception:  # the model or the loss cannot take one sample
+        return False
+    return _near(whole, _loss_together(job, layout, outputs, batch), parts)
 
 
 def _mixing_module(job: Job, model: nn.Module, batch: Any, piece: Any) -> str | None:

@@ -90,7 +90,7 @@ def describe(job: Job) -> ModelFacts:
         if observed
         else (),
         read_outside=tuple(sorted(name for name, unit in outside.found.items() if unit in units)),
-        moved=find_moved(job, model, state.changed) if observed else (),
+        moved=find_moved(job, model, state.changed | state.appeared) if observed else (),
         aliased=aliased_parameters(model),
         evaluated=evaluated_modules(model),
         by_value=in_blocks or around_blocks,

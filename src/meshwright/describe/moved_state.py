@@ -39,6 +39,8 @@ class StateWatch(AbstractContextManager["StateWatch"]):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.changed: set[str] = set()
+        self.appeared: set[str] = set()
+        """Tensors and numbers that did not exist before, such as a hidden state that was None."""
         self.made: set[str] = set()
         """Parameters that were created inside the context."""
         self.after: dict[str, Any] = {}
@@ -56,6 +58,7 @@ class StateWatch(AbstractContextManager["StateWatch"]):
         self._reads.__exit__(*error)
         self.after = dict(_state(self._model))
         self.made |= {name for name, _ in self._model.named_parameters() if name not in self._before}
+        self.appeared |= self.after.keys() - self._before.keys()
         for name, (value, mark) in self._before.items():
             now = self.after.get(name, value)
             if isinstance(value, torch.Tensor):

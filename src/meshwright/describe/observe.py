@@ -78,12 +78,14 @@ def call_model(job: Job, model: Any, batch: Any) -> Any:
 def call_loss(job: Job, output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
     """The loss's sum and weight, checked."""
     result = job.loss(output, batch)
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+    if not isinstance(result, tuple) or len(result) != 2:
         raise JobError(
             f"Job(loss=...) must return (sum, weight), but it returned {_kind(result)}; "
             "for a mean over samples, return the sum and the number of samples."
         )
     total, weight = result
+    if not isinstance(total, torch.Tensor):
+        raise JobError(f"Job(loss=...) must return (sum, weight), but its sum is a {_kind(total)}; leave out .item().")
     if total.numel() != 1:
         raise JobError(f"Job(loss=...) must return one number as its sum, but it has shape {tuple(total.shape)}.")
     if not isinstance(weight, int | float | torch.Tensor):

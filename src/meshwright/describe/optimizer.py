@@ -50,6 +50,14 @@ def optimizer_name(job: Job) -> str:
     return type(job.optimizer(_small_parameters(model_to_read(job.model)))).__name__
 
 
+def left_out(job: Job, model: nn.Module) -> tuple[str, ...]:
+    """Trainable parameters that are in no group of the job's optimizer."""
+    parameters = _small_parameters(model)
+    groups = job.optimizer(parameters).param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    return tuple(name for name, parameter in parameters.named() if id(parameter) not in held)
+
+
 def optimizer_slots(job: Job, model: nn.Module) -> float:
     """Bytes of state per byte of parameter, measured on tiny parameters after one step; an average counts as state."""
     return _slots_of_optimizer(job, model) + (job.ema is not None)

@@ -110,8 +110,27 @@ def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    found = difflib.get_close_matches(word.lower(), list(choices), n=1)
-    return found[0] if found else None
+    """The choice with the fewest typing errors; among equals a data strategy, best one that is as long as the word."""
+    word, known = word.lower(), list(choices)
+
+    def rank(choice: str) -> tuple[int, int, bool]:
+        length = abs(len(word) - len(choice)) if choice in DATA_AXES else len(word)
+        return typing_errors(word, choice), length, word[:1] != choice[:1]
+
+    return min(difflib.get_close_matches(word, known, n=max(1, len(known))), key=rank, default=None)
+
+
+def typing_errors(word: str, meant: str) -> int:
+    """Letters to insert, delete, replace or swap with the next one."""
+    rows: list[list[int]] = [[*range(len(meant) + 1)]]
+    for i, letter in enumerate(word, 1):
+        row = [i]
+        for j, other in enumerate(meant, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other)))
+            if i > 1 and j > 1 and (letter, word[i - 2]) == (meant[j - 2], other):
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def count(text: str | None, *, term: str, example: str) -> int:

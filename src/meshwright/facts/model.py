@@ -38,6 +38,7 @@ LOSS_FORMS = {
     "mean_of_mean": "a mean with weight 1: right for a whole batch, but parts of it have to be gathered first",
     "mean_without_padding": "a mean over targets that are not padding, with the weight of all of them",
     "padding_counted": "a sum over targets that are not padding, with a weight that counts the padding",
+    "other_count": "a sum over targets, returned with a weight that counts neither these targets nor samples",
 }
 """What an experiment with the loss may find wrong with its sum or weight."""
 

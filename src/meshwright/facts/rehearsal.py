@@ -45,6 +45,8 @@ class Rehearsal:
     """Bytes of the request that could not be met, if memory ran out."""
     seconds: float | None = None
     """Median time of a step's computation, without communication."""
+    quickest: float | None = None
+    """The same of the quickest timed steps: what else runs on the host makes steps longer, never shorter."""
     retries: int = 0
     """How often the allocator returned memory to the device before it could meet a request."""
     notes: tuple[str, ...] = ()

@@ -1,13 +1,15 @@
 """Choose the fastest strategy that fits by as few trials as possible. Pure: the caller makes the trials.
 
 A forecast orders the candidates. Each trial corrects the forecasts of its relatives: those that differ only in their
-micro-batch by its own error, the others by the least one so far, because a busy host makes steps longer, never shorter.
-The search ends when no candidate is expected to be faster than the best one, even if its forecast is wrong by as much
-as forecasts of relatives usually are.
+micro-batch by its own error, the others by what an undisturbed trial would show. A busy host makes steps longer, never
+shorter, so that is less than any trial's error, the further below the more the trials disagree. The search ends when no
+candidate is expected to be faster than the best one, even if its forecast is wrong by as much as forecasts of relatives
+usually are. Last, trials that may have been disturbed are repeated if they could be the fastest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +27,8 @@ LESS_THAN_TOO_MUCH = 0.97
 SHARE_OF_TRIALS = 0.1
 LEAST_TRIALS = 6
 """Trials are at most this share of the candidates, and never fewer than these."""
+REPEATS = 3
+"""Trials beyond the least number that are kept for repeating others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,8 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        ran = [trial for trial in self.trials if trial.fits and trial.seconds is not None]
+        unfit = {trial.candidate.strategy for trial in self.trials if not trial.fits}  # perhaps only when repeated
+        ran = [trial for trial in self._timed() if trial.candidate.strategy not in unfit]
         return min(ran, key=lambda trial: trial.seconds or inf, default=None)
 
     @property
@@ -90,13 +95,35 @@ class Tuner:
         self._try_all(self.candidates)
         if between is not None and self.best is not None:
             self._fill(between)
+        self._repeat()
         return self.best
+
+    @property
+    def _budget(self) -> int:
+        return self.most or max(LEAST_TRIALS, round(SHARE_OF_TRIALS * len(self.candidates)))
 
     def _try_all(self, candidates: Sequence[Candidate]) -> None:
         """Try candidates, the most promising first, until none is expected to be faster than the best trial."""
-        most = self.most or max(LEAST_TRIALS, round(SHARE_OF_TRIALS * len(self.candidates)))
+        most = max(min(self._budget, LEAST_TRIALS), self._budget - REPEATS)
         while len(self.trials) < most and not self.is_over() and (chosen := self._next(candidates)) is not None:
             self._try(chosen)
+
+    def _repeat(self) -> None:
+        """Repeat trials that may have been disturbed, as long as one could be faster than the best."""
+        most = min(self._budget, len(self.trials) + REPEATS)
+        while len(self.trials) < most and not self.is_over() and (chosen := self._disturbed()) is not None:
+            self._try(chosen)
+
+    def _disturbed(self) -> Candidate | None:
+        """The candidate that was tried once and would be fastest if its trial had gone as well as the best ones did."""
+        least = min(map(_ratio, self._timed()), default=1.0)
+        tried = Counter(trial.candidate.strategy for trial in self.trials)
+        once = [trial for trial in self._timed() if trial.fits and tried[trial.candidate.strategy] == 1]
+        slow = [one.candidate for one in once if _ratio(one) * (1 - DOUBT_OF_RELATIVES) > least]
+        chosen = min(slow, key=lambda one: one.seconds, default=None)
+        if chosen is None or self.best is None or chosen.seconds * least >= (self.best.seconds or inf):
+            return None
+        return chosen
 
     def _fill(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]]) -> None:
         """Bisect the sizes between the best one and the smallest of its family that does not fit."""
@@ -124,6 +151,8 @@ class Tuner:
     def _reason(self, chosen: Candidate) -> str:
         if not self.trials:
             return "fastest by its forecast"
+        if any(trial.candidate.strategy == chosen.strategy for trial in self.trials):
+            return "repeated, because its first trial may have been disturbed"
         if any(trial.candidate.family == chosen.family and not trial.fits for trial in self.trials):
             return "the larger micro-batch did not fit"
         return "may be faster, as far as the forecast can tell"
@@ -132,10 +161,19 @@ class Tuner:
         """Seconds that a candidate takes if it is as much faster than expected as is usual."""
         relatives = [trial for trial in self._timed() if trial.candidate.family == one.family]
         if relatives:
-            near = min(relatives, key=lambda trial: abs(trial.candidate.seconds - one.seconds))
+            near = min(relatives, key=lambda trial: (abs(trial.candidate.seconds - one.seconds), _ratio(trial)))
             return one.seconds * _ratio(near) * (1 - DOUBT_OF_RELATIVES)
-        least = min([_ratio(trial) for trial in self._timed()] or [1.0])
-        return one.seconds * least * (1 - DOUBT_OF_STRANGERS)
+        return one.seconds * self._undisturbed() * (1 - DOUBT_OF_STRANGERS)
+
+    def _undisturbed(self) -> float:
+        """Seconds for each one that was forecast, if nothing else keeps the host busy.
+
+        The lower end of a distribution lies about as far below its least sample as that one below the next (Robson and
+        Whitlock, Biometrika 51, 1964). But forecasts are not taken to be too long unless a trial has shown it: a single
+        slow trial does not tell a slow host from a disturbed one.
+        """
+        least, second = sorted([*map(_ratio, self._timed()), inf, inf])[:2]
+        return min(1.0, least) if second == inf else max(2 * least - second, min(1.0, least))
 
     def _timed(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.seconds is not None]

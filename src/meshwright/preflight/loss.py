@@ -12,7 +12,7 @@ from meshwright.preflight.places import CodePlace, place_of_function, place_of_m
 from meshwright.preflight.subject import Case, Issue, Subject
 
 RETURN = "Return the sum over what is counted, and that count as the weight."
-SURELY_WRONG = ("divided_twice", "constant_weight", "mean_without_padding", "padding_counted")
+SURELY_WRONG = ("divided_twice", "constant_weight", "mean_without_padding", "padding_counted", "other_count")
 """Forms that change the gradient's size under every strategy."""
 
 

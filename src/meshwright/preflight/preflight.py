@@ -15,15 +15,19 @@ from meshwright.facts.strategy import Strategy
 from meshwright.preflight import loss, parameters, state
 from meshwright.preflight.collectives import collectives
 from meshwright.preflight.division import uneven
+from meshwright.preflight.passes import batch_changed, fixed_device, parameters_changed, steered
 from meshwright.preflight.places import NOWHERE, CodePlace
-from meshwright.preflight.randomness import dropout, own_draws
+from meshwright.preflight.randomness import dropout, dropout_in_eval, kept_generators, own_draws
 from meshwright.preflight.subject import Case, Issue, Subject
 from meshwright.strategies import Place
 
 RULES = (
-    *(parameters.unused, parameters.aliased, parameters.tied, parameters.frozen, parameters.read_elsewhere),
+    *(parameters.unused, parameters.unregistered, parameters.not_updated, parameters.gradient_hooks),
+    *(parameters.half, state.grown),
+    *(parameters.aliased, parameters.tied, parameters.frozen, parameters.read_elsewhere),
     *(state.moved, state.unsaved, state.batch_norm, state.frozen_batch_norm, state.evaluated),
-    *(own_draws, loss.weight, loss.whole_batch, loss.mixed_samples, collectives),
+    *(own_draws, kept_generators, dropout_in_eval, batch_changed, parameters_changed, steered, fixed_device),
+    *(loss.weight, loss.whole_batch, loss.mixed_samples, collectives),
 )
 """What is asked about every job."""
 RULES_WITH_STRATEGY = (dropout, uneven)

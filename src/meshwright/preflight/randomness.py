@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from meshwright.facts.finding import Level
 from meshwright.facts.model import DrawFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.preflight.places import CodePlace
-from meshwright.preflight.subject import Case, Issue, Subject
+from meshwright.preflight.subject import Case, Issue, Subject, always
 
 
 def own_draws(subject: Subject) -> Iterator[Issue]:
@@ -26,6 +27,35 @@ def own_draws(subject: Subject) -> Iterator[Issue]:
             f"one process, and verify reports the difference.{generator}",
             level=_level,
             do="Nothing if equal in distribution is enough; else draw in the data, or switch it off to verify.",
+            module=draw.module or "",
+            place=CodePlace(draw.file, draw.line),
+        )
+
+
+def kept_generators(subject: Subject) -> Iterator[Issue]:
+    """Generators of Python or numpy that modules keep and draw from."""
+    for name in subject.trial.generators:
+        yield Issue(
+            kind="own-randomness",
+            what=f"Forward draws random numbers from {name}, a generator that the module keeps: ranks and "
+            "micro-batches draw other numbers than one process, its state is in no checkpoint, and ranks of one model "
+            "may draw apart.",
+            level=_level,
+            do="Draw from PyTorch's generator, or in the data.",
+            module=name.rpartition(".")[0],
+            place=partial(subject.made, name),
+        )
+
+
+def dropout_in_eval(subject: Subject) -> Iterator[Issue]:
+    """Dropout that eval mode does not switch off."""
+    for draw in subject.trial.dropped:
+        yield Issue(
+            kind="dropout-in-eval",
+            what=f"Module {draw.module or type(subject.model).__name__} drops values in eval mode, too, so validation "
+            "and inference are random: the functions of torch.nn.functional drop unless they are told not to.",
+            level=always,
+            do="Use nn.Dropout, or pass training=self.training (for attention, dropout_p=0.0 unless self.training).",
             module=draw.module or "",
             place=CodePlace(draw.file, draw.line),
         )

@@ -8,7 +8,6 @@ from functools import partial
 
 from meshwright.facts.finding import Level
 from meshwright.facts.model import MovedFacts
-from meshwright.preflight.places import place_changed
 from meshwright.preflight.subject import Case, Issue, Subject, always, first_and_more
 from meshwright.strategies.moved_state import refuse_moved
 
@@ -24,7 +23,7 @@ def moved(subject: Subject) -> Iterator[Issue]:
             level=lambda case, state=state: _moved_level(case, state),  # type: ignore[misc]
             do="Let a BatchNorm or the optimizer change it, or train with single.",
             module=state.name,
-            place=place_changed(subject.model, state.name),
+            place=subject.changed(state.name),
         )
 
 
@@ -48,8 +47,22 @@ def unsaved(subject: Subject) -> Iterator[Issue]:
                 level=always,
                 do="Register it as a persistent buffer.",
                 module=state.name,
-                place=place_changed(subject.model, state.name),
+                place=subject.changed(state.name),
             )
+
+
+def grown(subject: Subject) -> Iterator[Issue]:
+    """Lists and dicts to which every pass adds."""
+    for name in subject.trial.grown:
+        yield Issue(
+            kind="growing-state",
+            what=f"Every forward pass adds to {name}, and nothing empties it: memory grows from step to step, and a "
+            "tensor that is kept with its graph keeps all activations.",
+            level=always,
+            do="Return what is to be logged, or keep the last value only, detached.",
+            module=name,
+            place=subject.changed(name),
+        )
 
 
 def batch_norm(subject: Subject) -> Iterator[Issue]:

@@ -14,7 +14,8 @@ from meshwright.facts.finding import Level
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.preflight.places import NOWHERE, CodePlace, place_made, place_of_function
+from meshwright.preflight.places import NOWHERE, CodePlace, place_changed, place_made, place_of_function
+from meshwright.preflight.trial import Trial, make_trial
 from meshwright.recording.blueprint import model_to_read
 
 
@@ -29,6 +30,20 @@ class Subject:
     def model(self) -> nn.Module:
         """The model without weights, built only if a place in its code is needed."""
         return model_to_read(self.job.model)
+
+    @cached_property
+    def trial(self) -> Trial:
+        """What a pass on real tensors shows; empty for a large model."""
+        return make_trial(self.job, self.size)
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.count for parameter in self.facts.parameters)
+
+    def changed(self, name: str) -> CodePlace:
+        """Where forward changes an attribute; where it is made if no such line is found."""
+        found = place_changed(self.model, name)
+        return found if found.line else self.made(name)
 
     def made(self, name: str) -> CodePlace:
         """Where a module, parameter or buffer is made; the builder if no class of the author's makes it."""
@@ -83,6 +98,11 @@ class Issue:
 def always(case: Case) -> Level:
     """A level for likely mistakes in the model itself."""
     return "warning"
+
+
+def listed(names: list[str]) -> str:
+    """All names as part of a sentence."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def first_and_more(names: list[str]) -> str:

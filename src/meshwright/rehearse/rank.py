@@ -83,14 +83,14 @@ class RankRehearsal:
     def perform(self) -> Rehearsal:
         name = torch.cuda.get_device_name() if self._world.device.type == "cuda" else "cpu"
         try:
-            peak, seconds, notes = self._steps()
+            peak, times, notes = self._steps()
         except Exception as error:
             if not is_exhausted(error):
                 raise
             return self._exhausted(error, name)
-        return Rehearsal(device=name, seconds=seconds, notes=notes, **_memory(peak))
+        return Rehearsal(device=name, notes=notes, **_memory(peak), **times)
 
-    def _steps(self) -> tuple[Peak, float, tuple[str, ...]]:
+    def _steps(self) -> tuple[Peak, dict[str, Any], tuple[str, ...]]:
         task, meter = self._task, self._meter
         with meter.counting():
             self._tell("building")
@@ -104,22 +104,23 @@ class RankRehearsal:
             measure_steps(trainer, batch, meter)
         peak = meter.peak()
         self._tell("timing")
-        seconds = plan.seconds([self._time(batch), *(self._time_of(count) for count in plan.counts[1:])])
+        timed = [self._times(batch), *(self._times_of(count) for count in plan.counts[1:])]
+        times = {"seconds": plan.seconds([*map(median, timed)]), "quickest": plan.seconds([*map(min, timed)])}
         notes = [f"Timed on {' and '.join(map(str, plan.counts))} of {plan.micro_batches} micro-batches."]
-        return self._later(peak), seconds, tuple(notes) if plan.is_short else ()
+        return self._later(peak), times, tuple(notes) if plan.is_short else ()
 
     def _later(self, peak: Peak) -> Peak:
         """The peak with that of the timed steps, which a GPU counts as well."""
         later = self._meter.peak()
         return replace(later, moment=peak.moment, memory=peak.memory)
 
-    def _time_of(self, count: int) -> float:
+    def _times_of(self, count: int) -> list[float]:
         assert self._trainer is not None
-        return self._time(own_part(self._job, self._trainer, count))
+        return self._times(own_part(self._job, self._trainer, count))
 
-    def _time(self, batch: Batch) -> float:
+    def _times(self, batch: Batch) -> list[float]:
         assert self._trainer is not None
-        return median(_timed(self._trainer, batch) for _ in range(self._task.steps))
+        return [_timed(self._trainer, batch) for _ in range(self._task.steps)]
 
     def _exhausted(self, error: BaseException, device: str) -> Rehearsal:
         meter = self._meter

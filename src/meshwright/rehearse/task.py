@@ -10,7 +10,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 
 STEPS = 3
-"""Timed steps; the median counts."""
+"""Timed steps. Their median is reported, and the quickest one chooses between strategies."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,11 @@ run_engine: Callable[..., Any] = Variable._execution_engine.run_backward
 """Runs a backward pass below `Tensor.backward`, where function modes do not intercept it."""
 
 
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on a tensor."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def engine_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
     """Context in which `Tensor.backward`, `autograd.backward` and `autograd.grad` run the engine by `wrap(run)`."""
     name = "_engine_run_backward"

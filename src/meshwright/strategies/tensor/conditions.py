@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.strategies.tensor.condition_source import Conditions
-from meshwright.strategies.tensor.layout import dim_of, is_divided, part_of, pieces_of
-from meshwright.strategies.tensor.memory import OUTDATED, check_unchanged
+from meshwright.strategies.tensor.layout import PIECES, dim_of, is_divided, part_of, pieces_of
+from meshwright.strategies.tensor.memory import MEMORY, OUTDATED, check_unchanged
 from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
-from meshwright.torch_private.dtensor import local_tensor
-from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES
+from meshwright.torch_private.dtensor import layout_of, local_tensor
+from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES, REGISTERED
 
 Place = tuple[int, str, str]
 """The module's number in its block, the attribute in which it keeps the tensor, and the tensor's name."""
@@ -37,6 +37,8 @@ class Arguments:
         self.conditions = Conditions()
         self._mesh = mesh
         self._names: dict[int, str] = {}
+        self.plain: dict[str, Tensor] = {}
+        """The plain tensors among the arguments, and this rank's parts of divided ones, by name."""
         self._walk("args", tuple(args))
         self._walk("kwargs", dict(kwargs))
         names = [self.name_of(tensor) for tensor in self.tensors]
@@ -82,24 +84,23 @@ class Arguments:
         conditions = self.conditions
         conditions.assign(name, read)
         if not is_divided(value, self._mesh):
-            conditions.keep_tensor(name, value)
+            self.plain[name] = value
             conditions.require(f"{OUTDATED!r} not in {name}.__dict__")
             return
-        layout = (dim_of(value), pieces_of(value))
-        same = conditions.bind(_is_divided_as)
-        mesh, wanted = conditions.bind(self._mesh), conditions.bind(layout)
-        conditions.require(f"{name}.__class__ is {conditions.bind(DTensor)} and {same}({name}, {mesh}, {wanted})")
-        conditions.require(f"{name}.requires_grad is {value.requires_grad}")
-        conditions.assign(f"{name}_own", f"{conditions.bind(local_tensor)}({name})")
-        own = local_tensor(value)
+        bind = conditions.bind
+        conditions.require(f"{name}.__class__ is {bind(DTensor)} and {name}.requires_grad is {value.requires_grad}")
+        same = f"all(map(is_, {bind(layout_of)}({name}), {bind(layout_of(value))}))"
+        conditions.require(f"{same} or {bind(_is_divided_along)}({name}, {dim_of(value)}, {bind(self._mesh)})")
+        conditions.require(f"{name}.__dict__.get({PIECES!r}, 1) == {pieces_of(value)}")
+        conditions.assign("_", f"{MEMORY!r} in {name}.__dict__ and {bind(check_unchanged)}({name})")
+        conditions.assign(f"{name}_own", f"{bind(local_tensor)}({name})")
+        own = self.plain[f"{name}_own"] = local_tensor(value)
         if type(own) not in PLAIN:
             raise Unrecordable(f"an argument holds a {type(own).__name__}")
-        conditions.keep_tensor(f"{name}_own", own, carried=True)
-        conditions.assign("_", f"{conditions.bind(check_unchanged)}({name})")
 
 
-def _is_divided_as(x: Any, mesh: DeviceMesh, layout: tuple[int, int]) -> bool:
-    return is_divided(x, mesh) and (dim_of(x), pieces_of(x)) == layout
+def _is_divided_along(x: Any, dim: int, mesh: DeviceMesh) -> bool:
+    return is_divided(x, mesh) and dim_of(x) == dim
 
 
 def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
@@ -128,7 +129,9 @@ def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
         for name, value in own.items():
             if name in HOOKS:
                 _refuse_hooks(conditions, own, name, is_block=number == 0)
-            elif name in ("_modules", "_parameters", "_buffers"):
+            elif name in REGISTERED and not value:
+                conditions.keep_empty(own, name)
+            elif name in REGISTERED:
                 conditions.keep_identity(own, name, value)
                 conditions.keep_length(value)
                 for key, item in value.items():
@@ -157,8 +160,7 @@ def _refuse_hooks(conditions: Conditions, own: dict[str, Any], name: str, *, is_
         return
     if own[name]:
         raise Unrecordable("a module inside of it has hooks")
-    conditions.keep_identity(own, name, own[name])
-    conditions.keep_length(own[name])
+    conditions.keep_empty(own, name)
 
 
 def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
@@ -178,17 +180,17 @@ def _refuse_tensors(value: Any) -> None:
 
 def read_held(
     conditions: Conditions, modules: list[nn.Module], places: list[Place], held: dict[Place, Tensor]
-) -> list[str]:
-    """Assign the held tensors that a program reads, and require their metadata, and the ties among all of them."""
-    names: list[str] = []
+) -> dict[str, Tensor]:
+    """Assign the held tensors that a program reads, by name, and require the ties among all of them."""
+    found: dict[str, Tensor] = {}
     for place in places:
-        names.append(f"p{len(names)}")
-        conditions.assign(names[-1], _source(conditions, modules, place))
+        name = f"p{len(found)}"
+        found[name] = held[place]
+        conditions.assign(name, _source(conditions, modules, place))
         for other, tensor in held.items():
             if tensor is held[place] and other != place and other[1] != READ:
-                conditions.require(f"{_source(conditions, modules, other)} is {names[-1]}")
-    conditions.keep_tensors(names, [held[place] for place in places])
-    return names
+                conditions.require(f"{_source(conditions, modules, other)} is {name}")
+    return found
 
 
 def _source(conditions: Conditions, modules: list[nn.Module], place: Place) -> str:

@@ -92,6 +92,8 @@ class Draft:
         conditions = self._arguments.conditions
         keep_reads(conditions, self._reads)
         held = read_held(conditions, self._modules, list(self._recorder.read), self._held)
+        tensors = self._arguments.plain | held
+        conditions.keep_tensors([*tensors], [*tensors.values()])
         given = ", ".join(f"{self._arguments.name_of(tensor)}" for tensor in self._arguments.tensors)
         self._arguments.open_carriers()
         inputs = ", ".join((*self._arguments.local_names(), *held))

@@ -35,6 +35,7 @@ from types import (
     ModuleType,
 )
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -246,7 +247,7 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
         if of_class := class_state(kind):
             yield "{1}.same()", of_class
         if is_comparable(vars(value)):
-            yield "{0}.__dict__ == {1}", copied(vars(value))
+            yield "{0}.__dict__ == {1}", _shared(kind, copied(vars(value)))
             return
         yield "len({0}.__dict__) == {1}", len(vars(value))
         for name, item in vars(value).items():
@@ -255,12 +256,25 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
         raise Unrecordable(f"it holds a {kind.__name__} that cannot be compared")
 
 
-@dataclass(frozen=True)
+_latest: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+
+
+def _shared(kind: type, state: dict[str, Any]) -> dict[str, Any]:
+    """An object's state, or the latest equal one: what all blocks compare with, as their config, stays in caches."""
+    known = _latest.get(kind)
+    if known != state:
+        known = _latest[kind] = state
+    return known
+
+
+@dataclass(frozen=True, eq=False)
 class ClassState:
     """Settings that objects of a class share."""
 
+    owners: tuple[type, ...]
+    """The class or base that has each of them."""
     spaces: tuple[Any, ...]
-    """The attributes of the class or base that has each of them."""
+    """Its attributes."""
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -269,16 +283,25 @@ class ClassState:
         return (*map(getitem, self.spaces, self.names),) == self.values
 
 
+_latest_classes: WeakKeyDictionary[type, ClassState] = WeakKeyDictionary()
+
+
 def class_state(cls: type) -> ClassState | None:
     """The comparable attributes of a class and its bases; None if it has none, and for classes of Python and torch."""
     own = [one for one in cls.__mro__ if one.__module__.partition(".")[0] not in ("builtins", "torch", *_LIBRARIES)]
     found = [
-        (vars(one), name, copied(value))
+        (one, vars(one), name, copied(value))
         for one in own
         for name, value in vars(one).items()
         if not name.startswith("__") and not isinstance(value, _FIXED) and is_comparable(value)
     ]
-    return ClassState(*zip(*found, strict=True)) if found else None
+    if not found:
+        return None
+    made = ClassState(*zip(*found, strict=True))
+    known = _latest_classes.get(cls)  # shared, as the state of objects is
+    if known is None or (known.owners, known.names, known.values) != (made.owners, made.names, made.values):
+        known = _latest_classes[cls] = made
+    return known
 
 
 def _inner(place: str, item: Any, depth: int) -> Iterator[Check]:

@@ -11,20 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter, getitem, is_
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.strategies.tensor.python_reads import checks_of
+from meshwright.strategies.tensor.object_state import checks_of
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
 
 _metadata = attrgetter("__class__", "dtype", "shape", "requires_grad", "device")
+_body = attrgetter("__code__", "__defaults__")
 _TOOLS: dict[str, Any] = {
     "getitem": getitem,
     "is_": is_,
     "metadata": _metadata,
     "stride": Tensor.stride,
+    "body": _body,
 }
 """Names that conditions use beside their constants."""
 
@@ -97,6 +99,16 @@ class Conditions:
         self._same.empty_spaces.append(space)
         self._same.empty_keys.append(key)
 
+    def keep_functions(self, functions: Sequence[FunctionType]) -> None:
+        """Require that functions have the code and the default arguments that they have now."""
+        if functions:
+            found = self.bind([_body(function) for function in functions])
+            self.require(f"[*map(body, {self.bind(functions)})] == {found}")
+        for function in functions:
+            for kind in ("__defaults__", "__kwdefaults__"):
+                if (value := getattr(function, kind)) and not (kind == "__defaults__" and all(map(_is_simple, value))):
+                    self.keep(f"{self.bind(function)}.{kind}", value)
+
     def keep_type(self, value: Any) -> None:
         self._same.typed.append(value)
         self._same.types.append(type(value))
@@ -155,6 +167,10 @@ class Conditions:
             found.append(f"if not all(map(is_, {items}, {bind(same.values)})):")
             found += [f"    if not ({condition}): return None" for condition in self._by_value]
         return found
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _refuse_subclass(value: Tensor) -> None:

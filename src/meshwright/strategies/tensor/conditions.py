@@ -6,7 +6,7 @@ microseconds and returns the program's inputs, or None if something differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.strategies.tensor.condition_source import Conditions
 from meshwright.strategies.tensor.layout import PIECES, dim_of, is_divided, part_of, pieces_of
 from meshwright.strategies.tensor.memory import MEMORY, OUTDATED, check_unchanged
-from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
+from meshwright.strategies.tensor.object_state import checks_of, is_comparable
+from meshwright.strategies.tensor.python_reads import PythonReads
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
 from meshwright.torch_private.dtensor import layout_of, local_tensor
 from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES, REGISTERED
@@ -118,6 +119,16 @@ def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
                 yield (number, "", name), value
 
 
+def keep_attributes(conditions: Conditions, held: Iterable[Tensor]) -> None:
+    """Require the attributes that tensors of modules have: simple ones, with which authors mark them."""
+    for tensor in {id(one): one for one in held}.values():
+        own = vars(tensor)
+        conditions.keep_length(own)
+        for name, value in own.items():
+            if not name.startswith("_meshwright") and is_comparable(value):
+                conditions.keep_item(own, name, value)
+
+
 def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
     """Require that a block's modules are what they are now, down to their attributes."""
     for cls in dict.fromkeys(cls for module in modules for cls in _classes(module)):
@@ -149,9 +160,18 @@ def _classes(module: nn.Module) -> tuple[type, ...]:
 def _keep_class(conditions: Conditions, cls: type) -> None:
     """Require that the methods and settings of a module's class are those of now."""
     own: Any = vars(cls)  # a view, another one in each read
+    conditions.keep_length(own)
     for name, value in own.items():
-        if isinstance(value, FunctionType) or (not name.startswith("__") and is_comparable(value)):
+        if isinstance(value, FunctionType) or (not name.startswith("__") and _can_be_kept(value)):
             conditions.keep_item(own, name, value)
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Whether a class's attribute can be compared. Others, as tables for its subclasses, may be there and unused."""
+    try:
+        return any(True for _ in checks_of(value))
+    except Unrecordable:
+        return False
 
 
 def _refuse_hooks(conditions: Conditions, own: dict[str, Any], name: str, *, is_block: bool) -> None:
@@ -168,6 +188,11 @@ def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
     for space, name, value in reads.globals_read():
         _refuse_tensors(value)
         conditions.keep_item(space, name, value)
+    for space, name in reads.missing:
+        conditions.require(f"{name!r} not in {conditions.bind(space)}")
+    for cls in reads.sized:
+        conditions.keep_length(vars(cls))
+    conditions.keep_functions([*reads.functions()])
     for cell, value in reads.enclosing_variables():
         _refuse_tensors(value)
         conditions.keep(f"{conditions.bind(cell)}.cell_contents", value)

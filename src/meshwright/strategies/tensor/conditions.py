@@ -192,7 +192,7 @@ def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
         conditions.require(f"{name!r} not in {conditions.bind(space)}")
     for cls in reads.sized:
         conditions.keep_length(vars(cls))
-    conditions.keep_functions([*reads.functions()])
+    conditions.keep_functions([*dict.fromkeys(reads.functions())])
     for cell, value in reads.enclosing_variables():
         _refuse_tensors(value)
         conditions.keep(f"{conditions.bind(cell)}.cell_contents", value)

@@ -65,6 +65,9 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
                 yield from _inner(f"{{0}}.{name}", getattr(value, name), depth)
     elif isinstance(value, nn.Module):
         yield "{0} is {1}", value
+        if of_class := class_state(kind):
+            yield "{1}.same()", of_class
+        yield "len({0}.__dict__) == {1}", len(vars(value))
         yield from _checks_of_items("{0}.__dict__", _settings(value), depth)
     elif isinstance(value, tuple | list | dict):
         yield "{0} is {1}", value

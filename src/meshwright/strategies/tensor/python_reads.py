@@ -19,8 +19,9 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -56,7 +57,7 @@ class PythonReads:
         """Classes in which a method of a base was looked up: if they define more, they may define that."""
         self.missing: list[tuple[dict[str, Any], str]] = []
         """Globals that the code names and that are not there."""
-        self._parts = {id(module) for module in parts}
+        self._parts = {id(module): module for module in parts}
         self._read: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._before = Conditions()
         """The state of what was read, before the code could change it."""
@@ -88,21 +89,35 @@ class PythonReads:
             yield space, name, value
 
     def functions(self) -> Iterator[FunctionType]:
-        """The model's functions that ran, where one function has the code: its code may be exchanged."""
-        made = _functions_of({code for code in self._seen if is_of_model(code)})
-        codes = [function.__code__ for function in made]
-        yield from (function for function in made if codes.count(function.__code__) == 1)
+        """The functions that ran, of those that were read or that the modules hold: their code may be exchanged."""
+        for value in self._known():
+            function = _function_in(value)
+            if isinstance(function, FunctionType) and function.__code__ in self._seen:
+                yield function
+
+    def _known(self) -> Iterator[Any]:
+        """What was read, and what the modules and their classes hold."""
+        yield from (value for _, value in self._read.values())
+        yield from (value for part in self._parts.values() for value in vars(part).values())
+        for cls in {cls for part in self._parts.values() for cls in type(part).__mro__}:
+            yield from vars(cls).values()
 
     def enclosing_variables(self) -> Iterator[tuple[CellType, Any]]:
         """The variables of enclosing functions that the code reads, and their values."""
         read = [*self._enclosed_before()]
-        made = _functions_of({code for code, _, _ in read}) if read else []
+        made = self._functions_of({code for code, _, _ in read}) if read else []
         for code, values, _ in read:
             closures = [cells for function in made if (cells := _closure(function, code, values)) is not None]
             if not closures:
                 raise Unrecordable(f"{code.co_qualname} reads variables of the function around it")
             for cells in closures:
                 yield from ((cells[name], value) for name, value in values.items())
+
+    def _functions_of(self, codes: set[CodeType]) -> list[FunctionType]:
+        """The functions with this code. The garbage collector does not name those that were made before a freeze."""
+        named = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
+        found = {id(one): one for one in (*named, *_functions_below(self._known()))}
+        return [one for one in found.values() if one.__code__ in codes]
 
     def _enclosed_before(self) -> Iterator[tuple[CodeType, dict[str, Any], Conditions]]:
         """What functions read that were not made in this call."""
@@ -143,7 +158,7 @@ class PythonReads:
             known = called.__name__ in _SWITCHES_SEEN or called.__name__.startswith("_has_torch_function")
             if not known and _asked_by_model(caller):
                 self._refuse(f"{called.__name__} asks for a setting of torch")
-        elif isinstance(owner, torch.Generator) and not caller.f_code.co_filename.startswith(_OURS):
+        elif isinstance(owner, torch.Generator) and not _is_below_ours(caller):
             self._refuse("it seeds or reads a generator of random numbers")
         elif is_of_model(caller.f_code):
             source = owner if isinstance(owner, type) else type(owner)
@@ -254,7 +269,7 @@ class PythonReads:
                 self._follow_cached(value)
             owner = None
             if isinstance(value, type):
-                bases = (*value.__mro__, *type(value).__mro__)
+                bases: list[type] = [*value.__mro__, *type(value).__mro__]
                 owner = next((one for one in bases if chain[-1] in vars(one)), value)
                 self.sized |= dict.fromkeys(bases[: bases.index(owner)])
                 space = vars(owner)
@@ -274,9 +289,25 @@ class PythonReads:
                 self._follow(function.__globals__, chain)
 
 
-def _function_in(member: Any) -> Any:
-    """The function that a class has as a method of any kind."""
-    return getattr(member, "fget" if isinstance(member, property) else "__func__", member)
+def _function_in(value: Any) -> Any:
+    """The function in a method or property of any kind, or in a function that binds another or caches its results."""
+    names = {property: "fget", partial: "func", CACHED: "__wrapped__"}
+    kinds = (staticmethod, classmethod, MethodType)
+    name = "__func__" if isinstance(value, kinds) else names.get(type(value))
+    return value if name is None else _function_in(getattr(value, name))
+
+
+def _functions_below(values: Iterator[Any]) -> Iterator[FunctionType]:
+    """The functions among values, and those in the variables that these enclose, as a decorator's do."""
+    waiting, seen = [*values], set[int]()
+    while waiting:
+        function = _function_in(waiting.pop())
+        if isinstance(function, FunctionType) and id(function) not in seen:
+            seen.add(id(function))
+            yield function
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # a cell that has no value yet
+                    waiting.append(cell.cell_contents)
 
 
 def _first_argument(frame: FrameType) -> Any:
@@ -293,8 +324,13 @@ def _asked_by_model(frame: FrameType) -> bool:
     return own.startswith(_TORCH) and not own.startswith(_LAYERS) and above is not None and is_of_model(above.f_code)
 
 
-def _functions_of(codes: set[CodeType]) -> list[FunctionType]:
-    return [found for found in gc.get_referrers(*codes) if isinstance(found, FunctionType) and found.__code__ in codes]
+def _is_below_ours(frame: FrameType | None) -> bool:
+    """Whether our code runs this, as a rule for dropout that every rank draws alike, and not the model's."""
+    while frame is not None and not is_of_model(frame.f_code):
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _closure(function: FunctionType, code: CodeType, values: dict[str, Any]) -> dict[str, CellType] | None:

@@ -19,9 +19,8 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.strategies.tensor.code_names import Import, names_in
 from meshwright.strategies.tensor.condition_source import Conditions
+from meshwright.strategies.tensor.found_functions import closure_of, function_in, functions_below
 from meshwright.strategies.tensor.object_state import CACHED
 from meshwright.strategies.tensor.record import Unrecordable
 from meshwright.torch_private.modules import SETTINGS
@@ -91,7 +91,7 @@ class PythonReads:
     def functions(self) -> Iterator[FunctionType]:
         """The functions that ran, of those that were read or that the modules hold: their code may be exchanged."""
         for value in self._known():
-            function = _function_in(value)
+            function = function_in(value)
             if isinstance(function, FunctionType) and function.__code__ in self._seen:
                 yield function
 
@@ -107,7 +107,7 @@ class PythonReads:
         read = [*self._enclosed_before()]
         made = self._functions_of({code for code, _, _ in read}) if read else []
         for code, values, _ in read:
-            closures = [cells for function in made if (cells := _closure(function, code, values)) is not None]
+            closures = [cells for function in made if (cells := closure_of(function, code, values)) is not None]
             if not closures:
                 raise Unrecordable(f"{code.co_qualname} reads variables of the function around it")
             for cells in closures:
@@ -116,7 +116,7 @@ class PythonReads:
     def _functions_of(self, codes: set[CodeType]) -> list[FunctionType]:
         """The functions with this code. The garbage collector does not name those that were made before a freeze."""
         named = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
-        found = {id(one): one for one in (*named, *_functions_below(self._known()))}
+        found = {id(one): one for one in (*named, *functions_below(self._known()))}
         return [one for one in found.values() if one.__code__ in codes]
 
     def _enclosed_before(self) -> Iterator[tuple[CodeType, dict[str, Any], Conditions]]:
@@ -220,7 +220,7 @@ class PythonReads:
         self._methods.add((code, cls))
         for place, one in enumerate(cls.__mro__):
             found = vars(one).get(code.co_name)
-            if found is not None and getattr(_function_in(found), "__code__", None) is code:
+            if found is not None and getattr(function_in(found), "__code__", None) is code:
                 self._note(vars(one), code.co_name, found, owner=one)
                 self.sized |= dict.fromkeys(cls.__mro__[:place])
                 return
@@ -289,27 +289,6 @@ class PythonReads:
                 self._follow(function.__globals__, chain)
 
 
-def _function_in(value: Any) -> Any:
-    """The function in a method or property of any kind, or in a function that binds another or caches its results."""
-    names = {property: "fget", partial: "func", CACHED: "__wrapped__"}
-    kinds = (staticmethod, classmethod, MethodType)
-    name = "__func__" if isinstance(value, kinds) else names.get(type(value))
-    return value if name is None else _function_in(getattr(value, name))
-
-
-def _functions_below(values: Iterator[Any]) -> Iterator[FunctionType]:
-    """The functions among values, and those in the variables that these enclose, as a decorator's do."""
-    waiting, seen = [*values], set[int]()
-    while waiting:
-        function = _function_in(waiting.pop())
-        if isinstance(function, FunctionType) and id(function) not in seen:
-            seen.add(id(function))
-            yield function
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # a cell that has no value yet
-                    waiting.append(cell.cell_contents)
-
-
 def _first_argument(frame: FrameType) -> Any:
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -331,18 +310,6 @@ def _is_below_ours(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _closure(function: FunctionType, code: CodeType, values: dict[str, Any]) -> dict[str, CellType] | None:
-    """A function's variables of enclosing functions, if it is the one with this code that had these values."""
-    if function.__code__ is not code:
-        return None
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    try:
-        same = all(cells[name].cell_contents is value for name, value in values.items())
-    except ValueError:  # a cell that has no value yet
-        return None
-    return cells if same else None
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -121,26 +121,28 @@ class ObjectState:
 
     names: list[str]
     values: list[Any]
-    copies: list[tuple[str, Any]]
-    """The containers among them, as they are now."""
+    containers: list[str]
+    """The names of the containers among them."""
+    copies: list[Any]
+    """What is in the containers now."""
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> ObjectState:
         kept = {name: copied(value) for name, value in attributes.items()}
-        containers = [(name, kept[name]) for name, value in attributes.items() if kept[name] is not value]
-        return cls([*attributes], [*attributes.values()], containers)
+        containers = [name for name, value in attributes.items() if kept[name] is not value]
+        return cls([*attributes], [*attributes.values()], containers, [kept[name] for name in containers])
 
     def is_of(self, now: Mapping[str, Any]) -> bool:
         """Whether attributes are these very objects in their state of then, as in all calls but few."""
         if [*now] != self.names or not all(map(is_, now.values(), self.values)):
             return False
-        return all(now[name] == copy for name, copy in self.copies)
+        return [*map(now.__getitem__, self.containers)] == self.copies
 
     def same(self, now: Mapping[str, Any]) -> bool:
         """It raises KeyError if one is missing."""
         if self.is_of(now):
             return True
-        kept = dict(zip(self.names, self.values, strict=True)) | dict(self.copies)
+        kept = dict(zip(self.names, self.values, strict=True)) | dict(zip(self.containers, self.copies, strict=True))
         return len(now) == len(kept) and all(_is_equal(now[name], value) for name, value in kept.items())
 
 

@@ -89,10 +89,15 @@ class PythonReads:
             yield space, name, value
 
     def functions(self) -> Iterator[FunctionType]:
-        """The functions that ran, of those that were read or that the modules hold: their code may be exchanged."""
+        """The model's functions that ran and that were read or that modules hold: their code may be exchanged."""
+        ran = {code for code in self._seen if is_of_model(code)}
         for value in self._known():
             function = function_in(value)
-            if isinstance(function, FunctionType) and function.__code__ in self._seen:
+            if (
+                isinstance(function, FunctionType)
+                and function.__code__ in self._seen
+                and is_of_model(function.__code__)
+            ):
                 yield function
 
     def _known(self) -> Iterator[Any]:

@@ -93,11 +93,7 @@ class PythonReads:
         ran = {code for code in self._seen if is_of_model(code)}
         for value in self._known():
             function = function_in(value)
-            if (
-                isinstance(function, FunctionType)
-                and function.__code__ in self._seen
-                and is_of_model(function.__code__)
-            ):
+            if isinstance(function, FunctionType) and function.__code__ in ran:
                 yield function
 
     def _known(self) -> Iterator[Any]:

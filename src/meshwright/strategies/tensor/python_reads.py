@@ -13,6 +13,7 @@ import builtins
 import enum
 import gc
 import importlib.util
+import inspect
 import os
 import random
 import sys
@@ -270,7 +271,7 @@ class PythonReads:
                 self._follow_cached(value)
             owner = None
             if isinstance(value, type):
-                bases: list[type] = [*value.__mro__, *type(value).__mro__]
+                bases: list[type] = [*inspect.getmro(value), *inspect.getmro(type(value))]
                 owner = next((one for one in bases if chain[-1] in vars(one)), value)
                 self.sized |= dict.fromkeys(bases[: bases.index(owner)])
                 space = vars(owner)

@@ -11,20 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter, getitem, is_
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.strategies.tensor.python_reads import checks_of
+from meshwright.strategies.tensor.object_state import checks_of
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
 
 _metadata = attrgetter("__class__", "dtype", "shape", "requires_grad", "device")
+_body = attrgetter("__code__", "__defaults__")
 _TOOLS: dict[str, Any] = {
     "getitem": getitem,
     "is_": is_,
     "metadata": _metadata,
     "stride": Tensor.stride,
+    "body": _body,
 }
 """Names that conditions use beside their constants."""
 
@@ -40,6 +42,9 @@ class _Identities:
     types: list[type] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    empty_spaces: list[Mapping[str, Any]] = field(default_factory=list)
+    empty_keys: list[str] = field(default_factory=list)
+    """Items that are empty containers, most of what modules have: their number is compared, not their identity."""
 
 
 class Conditions:
@@ -89,6 +94,21 @@ class Conditions:
         """Require that a dict's item is this very object."""
         self._compare(space, key, value, f"{self.bind(space)}[{key!r}] is {self.bind(value)}")
 
+    def keep_empty(self, space: Mapping[str, Any], key: str) -> None:
+        """Require that a dict's item is an empty container, this one or another."""
+        self._same.empty_spaces.append(space)
+        self._same.empty_keys.append(key)
+
+    def keep_functions(self, functions: Sequence[FunctionType]) -> None:
+        """Require that functions have the code and the default arguments that they have now."""
+        if functions:
+            found = self.bind([_body(function) for function in functions])
+            self.require(f"[*map(body, {self.bind(functions)})] == {found}")
+        for function in functions:
+            for kind in ("__defaults__", "__kwdefaults__"):
+                if (value := getattr(function, kind)) and not (kind == "__defaults__" and all(map(_is_simple, value))):
+                    self.keep(f"{self.bind(function)}.{kind}", value)
+
     def keep_type(self, value: Any) -> None:
         self._same.typed.append(value)
         self._same.types.append(type(value))
@@ -97,18 +117,8 @@ class Conditions:
         self._same.containers.append(container)
         self._same.lengths.append(len(container))
 
-    def keep_tensor(self, read: str, value: Tensor, *, carried: bool = False) -> None:
-        """Require a plain tensor with the metadata of `value`. One that a DTensor carries has no gradient."""
-        _refuse_subclass(value)
-        shape, dtype, kind = (self.bind(x) for x in (value.shape, value.dtype, type(value)))
-        self.require(f"{read}.__class__ is {kind} and {read}.dtype is {dtype} and {read}.shape == {shape}")
-        stride, device = self.bind(value.stride()), self.bind(value.device)
-        self.require(f"{read}.stride() == {stride} and {read}.device == {device}")
-        if not carried:
-            self.require(f"{read}.requires_grad is {value.requires_grad}")
-
     def keep_tensors(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
-        """`keep_tensor` for many tensors, in one loop."""
+        """Require plain tensors with the metadata of `values`, in one loop."""
         for value in values:
             _refuse_subclass(value)
         if values:
@@ -150,11 +160,17 @@ class Conditions:
             found.append(f"if not all(map(is_, map(type, {bind(same.typed)}), {bind(same.types)})): return None")
         if same.containers:
             found.append(f"if [*map(len, {bind(same.containers)})] != {bind(same.lengths)}: return None")
+        if same.empty_spaces:
+            found.append(f"if any(map(getitem, {bind(same.empty_spaces)}, {bind(same.empty_keys)})): return None")
         if same.spaces:
             items = f"map(getitem, {bind(same.spaces)}, {bind(same.keys)})"
             found.append(f"if not all(map(is_, {items}, {bind(same.values)})):")
             found += [f"    if not ({condition}): return None" for condition in self._by_value]
         return found
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _refuse_subclass(value: Tensor) -> None:

@@ -6,7 +6,7 @@ microseconds and returns the program's inputs, or None if something differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.strategies.tensor.condition_source import Conditions
-from meshwright.strategies.tensor.layout import dim_of, is_divided, part_of, pieces_of
-from meshwright.strategies.tensor.memory import OUTDATED, check_unchanged
-from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
+from meshwright.strategies.tensor.layout import PIECES, dim_of, is_divided, part_of, pieces_of
+from meshwright.strategies.tensor.memory import MEMORY, OUTDATED, check_unchanged
+from meshwright.strategies.tensor.object_state import checks_of, is_comparable
+from meshwright.strategies.tensor.python_reads import PythonReads
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
-from meshwright.torch_private.dtensor import local_tensor
-from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES
+from meshwright.torch_private.dtensor import layout_of, local_tensor
+from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES, REGISTERED
 
 Place = tuple[int, str, str]
 """The module's number in its block, the attribute in which it keeps the tensor, and the tensor's name."""
@@ -37,6 +38,8 @@ class Arguments:
         self.conditions = Conditions()
         self._mesh = mesh
         self._names: dict[int, str] = {}
+        self.plain: dict[str, Tensor] = {}
+        """The plain tensors among the arguments, and this rank's parts of divided ones, by name."""
         self._walk("args", tuple(args))
         self._walk("kwargs", dict(kwargs))
         names = [self.name_of(tensor) for tensor in self.tensors]
@@ -82,24 +85,23 @@ class Arguments:
         conditions = self.conditions
         conditions.assign(name, read)
         if not is_divided(value, self._mesh):
-            conditions.keep_tensor(name, value)
+            self.plain[name] = value
             conditions.require(f"{OUTDATED!r} not in {name}.__dict__")
             return
-        layout = (dim_of(value), pieces_of(value))
-        same = conditions.bind(_is_divided_as)
-        mesh, wanted = conditions.bind(self._mesh), conditions.bind(layout)
-        conditions.require(f"{name}.__class__ is {conditions.bind(DTensor)} and {same}({name}, {mesh}, {wanted})")
-        conditions.require(f"{name}.requires_grad is {value.requires_grad}")
-        conditions.assign(f"{name}_own", f"{conditions.bind(local_tensor)}({name})")
-        own = local_tensor(value)
+        bind = conditions.bind
+        conditions.require(f"{name}.__class__ is {bind(DTensor)} and {name}.requires_grad is {value.requires_grad}")
+        same = f"all(map(is_, {bind(layout_of)}({name}), {bind(layout_of(value))}))"
+        conditions.require(f"{same} or {bind(_is_divided_along)}({name}, {dim_of(value)}, {bind(self._mesh)})")
+        conditions.require(f"{name}.__dict__.get({PIECES!r}, 1) == {pieces_of(value)}")
+        conditions.assign("_", f"{MEMORY!r} in {name}.__dict__ and {bind(check_unchanged)}({name})")
+        conditions.assign(f"{name}_own", f"{bind(local_tensor)}({name})")
+        own = self.plain[f"{name}_own"] = local_tensor(value)
         if type(own) not in PLAIN:
             raise Unrecordable(f"an argument holds a {type(own).__name__}")
-        conditions.keep_tensor(f"{name}_own", own, carried=True)
-        conditions.assign("_", f"{conditions.bind(check_unchanged)}({name})")
 
 
-def _is_divided_as(x: Any, mesh: DeviceMesh, layout: tuple[int, int]) -> bool:
-    return is_divided(x, mesh) and (dim_of(x), pieces_of(x)) == layout
+def _is_divided_along(x: Any, dim: int, mesh: DeviceMesh) -> bool:
+    return is_divided(x, mesh) and dim_of(x) == dim
 
 
 def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
@@ -117,6 +119,16 @@ def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
                 yield (number, "", name), value
 
 
+def keep_attributes(conditions: Conditions, held: Iterable[Tensor]) -> None:
+    """Require the attributes that tensors of modules have: simple ones, with which authors mark them."""
+    for tensor in {id(one): one for one in held}.values():
+        own = vars(tensor)
+        conditions.keep_length(own)
+        for name, value in own.items():
+            if not name.startswith("_meshwright") and is_comparable(value):
+                conditions.keep_item(own, name, value)
+
+
 def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
     """Require that a block's modules are what they are now, down to their attributes."""
     for cls in dict.fromkeys(cls for module in modules for cls in _classes(module)):
@@ -128,7 +140,9 @@ def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
         for name, value in own.items():
             if name in HOOKS:
                 _refuse_hooks(conditions, own, name, is_block=number == 0)
-            elif name in ("_modules", "_parameters", "_buffers"):
+            elif name in REGISTERED and not value:
+                conditions.keep_empty(own, name)
+            elif name in REGISTERED:
                 conditions.keep_identity(own, name, value)
                 conditions.keep_length(value)
                 for key, item in value.items():
@@ -146,9 +160,18 @@ def _classes(module: nn.Module) -> tuple[type, ...]:
 def _keep_class(conditions: Conditions, cls: type) -> None:
     """Require that the methods and settings of a module's class are those of now."""
     own: Any = vars(cls)  # a view, another one in each read
+    conditions.keep_length(own)
     for name, value in own.items():
-        if isinstance(value, FunctionType) or (not name.startswith("__") and is_comparable(value)):
+        if isinstance(value, FunctionType) or (not name.startswith("__") and _can_be_kept(value)):
             conditions.keep_item(own, name, value)
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Whether a class's attribute can be compared. Others, as tables for its subclasses, may be there and unused."""
+    try:
+        return any(True for _ in checks_of(value))
+    except Unrecordable:
+        return False
 
 
 def _refuse_hooks(conditions: Conditions, own: dict[str, Any], name: str, *, is_block: bool) -> None:
@@ -157,8 +180,7 @@ def _refuse_hooks(conditions: Conditions, own: dict[str, Any], name: str, *, is_
         return
     if own[name]:
         raise Unrecordable("a module inside of it has hooks")
-    conditions.keep_identity(own, name, own[name])
-    conditions.keep_length(own[name])
+    conditions.keep_empty(own, name)
 
 
 def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
@@ -166,6 +188,11 @@ def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
     for space, name, value in reads.globals_read():
         _refuse_tensors(value)
         conditions.keep_item(space, name, value)
+    for space, name in reads.missing:
+        conditions.require(f"{name!r} not in {conditions.bind(space)}")
+    for cls in reads.sized:
+        conditions.keep_length(vars(cls))
+    conditions.keep_functions([*dict.fromkeys(reads.functions())])
     for cell, value in reads.enclosing_variables():
         _refuse_tensors(value)
         conditions.keep(f"{conditions.bind(cell)}.cell_contents", value)
@@ -178,17 +205,17 @@ def _refuse_tensors(value: Any) -> None:
 
 def read_held(
     conditions: Conditions, modules: list[nn.Module], places: list[Place], held: dict[Place, Tensor]
-) -> list[str]:
-    """Assign the held tensors that a program reads, and require their metadata, and the ties among all of them."""
-    names: list[str] = []
+) -> dict[str, Tensor]:
+    """Assign the held tensors that a program reads, by name, and require the ties among all of them."""
+    found: dict[str, Tensor] = {}
     for place in places:
-        names.append(f"p{len(names)}")
-        conditions.assign(names[-1], _source(conditions, modules, place))
+        name = f"p{len(found)}"
+        found[name] = held[place]
+        conditions.assign(name, _source(conditions, modules, place))
         for other, tensor in held.items():
             if tensor is held[place] and other != place and other[1] != READ:
-                conditions.require(f"{_source(conditions, modules, other)} is {names[-1]}")
-    conditions.keep_tensors(names, [held[place] for place in places])
-    return names
+                conditions.require(f"{_source(conditions, modules, other)} is {name}")
+    return found
 
 
 def _source(conditions: Conditions, modules: list[nn.Module], place: Place) -> str:

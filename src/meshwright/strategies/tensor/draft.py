@@ -13,11 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies.tensor.compiled import compiled
 from meshwright.strategies.tensor.condition_source import Conditions
-from meshwright.strategies.tensor.conditions import Arguments, held_tensors, keep_modules, keep_reads, read_held
+from meshwright.strategies.tensor.conditions import (
+    Arguments,
+    held_tensors,
+    keep_attributes,
+    keep_modules,
+    keep_reads,
+    read_held,
+)
 from meshwright.strategies.tensor.layout import dim_of, divided_result, is_divided, pieces_of
 from meshwright.strategies.tensor.mode import mode_of
+from meshwright.strategies.tensor.object_state import is_comparable
 from meshwright.strategies.tensor.program import Program
-from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
+from meshwright.strategies.tensor.python_reads import PythonReads
 from meshwright.strategies.tensor.record import PLAIN, ProgramRecorder, Unrecordable
 from meshwright.strategies.tensor.rewrite import rewrite
 
@@ -76,7 +84,7 @@ class Draft:
         keep_modules(self._arguments.conditions, self._modules)
         self._held = dict(held_tensors(self._modules))
         self._recorder = ProgramRecorder(self._arguments.tensors, self._held, (mesh,))
-        self._reads = PythonReads()
+        self._reads = PythonReads(self._modules)
         self._gathered = Counter(mode_of(mesh).gathered)
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -91,7 +99,10 @@ class Draft:
         program = self._recorder.program(outputs.tensors)
         conditions = self._arguments.conditions
         keep_reads(conditions, self._reads)
+        keep_attributes(conditions, self._held.values())
         held = read_held(conditions, self._modules, list(self._recorder.read), self._held)
+        tensors = self._arguments.plain | held
+        conditions.keep_tensors([*tensors], [*tensors.values()])
         given = ", ".join(f"{self._arguments.name_of(tensor)}" for tensor in self._arguments.tensors)
         self._arguments.open_carriers()
         inputs = ", ".join((*self._arguments.local_names(), *held))
@@ -116,6 +127,7 @@ class Draft:
             unchanged = None
         if not unchanged:
             raise Unrecordable("it changes attributes of its modules")
+        self._reads.refuse_changes()
         now = Arguments(args, kwargs, self._mesh)
         if [id(tensor) for tensor in now.tensors] != [id(tensor) for tensor in self._arguments.tensors]:
             raise Unrecordable("it changes its arguments")

@@ -33,12 +33,15 @@ from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
 from meshwright.torch_private.modes import without_torch_function
 
-_PIECES, _SKIPPED = "_meshwright_pieces", "_meshwright_skipped"
+PIECES, _SKIPPED = "_meshwright_pieces", "_meshwright_skipped"
 
 
 def is_divided(x: object, mesh: DeviceMesh) -> TypeGuard[DTensor]:
     """Whether a tensor is divided on this axis. DTensors of a data strategy are on other meshes."""
-    return isinstance(x, DTensor) and x.device_mesh == mesh and type(x.placements[0]) is Shard
+    if not isinstance(x, DTensor):
+        return False
+    own = x.device_mesh
+    return (own is mesh or own == mesh) and type(x.placements[0]) is Shard
 
 
 def dim_of(x: DTensor) -> int:
@@ -49,14 +52,14 @@ def dim_of(x: DTensor) -> int:
 
 def pieces_of(x: DTensor) -> int:
     """The number of separately divided pieces of a fused tensor; 1 for other tensors."""
-    return int(x.__dict__.get(_PIECES, 1))
+    return int(x.__dict__.get(PIECES, 1))
 
 
 def divided(local: torch.Tensor, dim: int, mesh: DeviceMesh, pieces: int = 1) -> DTensor:
     """A tensor that is divided along a dim, from this rank's part."""
     carrier: DTensor = aliased(_carry, local, dim % local.dim(), pieces, mesh)
     if pieces > 1:
-        carrier.__dict__[_PIECES] = pieces
+        carrier.__dict__[PIECES] = pieces
     return carrier
 
 
@@ -82,12 +85,13 @@ def _spec_of_whole(local: torch.Tensor, dim: int, mesh: DeviceMesh) -> Any:
     """The whole tensor's shape and layout. Each is made once: DTensor takes longer for it than for an operator."""
     specs = mesh.__dict__.setdefault("_meshwright_specs", {})
     key = local.shape, local.stride(), local.dtype, dim
-    if key not in specs:
+    found = specs.get(key)
+    if found is None:
         like = local.detach()
         if isinstance(like, DTensor):  # the part of another axis, which `from_local` refuses
             like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        specs[key] = spec_of(DTensor.from_local(like, mesh, [Shard(dim)], run_check=False))
-    return specs[key]
+        found = specs[key] = spec_of(DTensor.from_local(like, mesh, [Shard(dim)], run_check=False))
+    return found
 
 
 class _Open(torch.autograd.Function):
@@ -111,7 +115,9 @@ def opened(x: DTensor) -> torch.Tensor:
 
 def divided_result(own: torch.Tensor, dim: int, mesh: DeviceMesh, pieces: int) -> DTensor:
     """`divided`, for a block that finds out later which tensor it was made from (`part_of`)."""
-    carrier = divided(own, dim, mesh, pieces)
+    carrier: DTensor = _carry(own, dim, pieces, mesh)
+    if pieces > 1:
+        carrier.__dict__[PIECES] = pieces
     if own.requires_grad:
         carrier.__dict__[MADE_FROM] = own
     return carrier

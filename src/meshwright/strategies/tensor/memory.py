@@ -19,7 +19,7 @@ from meshwright.strategies.shares import mark_shares
 from meshwright.torch_private.dtensor import local_tensor, set_local_tensor
 from meshwright.torch_private.tensors import version_of
 
-_MEMORY, _SEEN, OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
+MEMORY, _SEEN, OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
 MADE_FROM = "_meshwright_made_from"
 """The attribute of a block's result that holds the tensor it was made from."""
 WHOLE = "_meshwright_whole"
@@ -57,7 +57,7 @@ def note_views(x: DTensor, views: list[Any]) -> None:
     memory = _memory(x)
     for view in views:
         if isinstance(view, DTensor):
-            view.__dict__[_MEMORY], view.__dict__[_SEEN] = memory, memory.changes
+            view.__dict__[MEMORY], view.__dict__[_SEEN] = memory, memory.changes
         else:
             memory.copies.append(_Copy(weakref.ref(view), view.detach(), _version(view)))
 
@@ -95,7 +95,7 @@ def refuse_other_shape(x: DTensor, value: torch.Tensor) -> None:
 
 def check_unchanged(x: DTensor) -> None:
     """Raise if the tensor was changed through a view, which neither copies nor autograd can see."""
-    memory = x.__dict__.get(_MEMORY)
+    memory = x.__dict__.get(MEMORY)
     if memory is None:
         return
     if memory.changes != x.__dict__[_SEEN] or any(_version(copy.alias) != copy.version for copy in memory.copies):
@@ -117,9 +117,9 @@ def _refused(x: torch.Tensor) -> Refused:
 
 
 def _memory(x: DTensor) -> _Memory:
-    if _MEMORY not in x.__dict__:
-        x.__dict__[_MEMORY], x.__dict__[_SEEN] = _Memory(), 0
-    memory: _Memory = x.__dict__[_MEMORY]
+    if MEMORY not in x.__dict__:
+        x.__dict__[MEMORY], x.__dict__[_SEEN] = _Memory(), 0
+    memory: _Memory = x.__dict__[MEMORY]
     return memory
 
 

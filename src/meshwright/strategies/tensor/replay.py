@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,8 +72,7 @@ def program_state(block: nn.Module) -> BlockState:
     return found
 
 
-@dataclass(frozen=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """What surrounds a call beside its arguments."""
 
     state: tuple[Any, ...]
@@ -92,7 +91,7 @@ def _surroundings(mesh: DeviceMesh) -> Surroundings | None:
     watcher: Any = None
     for mode in function_modes():
         if isinstance(mode, DividedFunctions):
-            if mode.mesh != mesh:
+            if mode.mesh is not mesh and mode.mesh != mesh:
                 return None
         elif (name := getattr(mode, "recorded_as", None)) is not None:
             modes[name] = None

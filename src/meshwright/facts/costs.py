@@ -80,8 +80,8 @@ class UnitCosts:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for units with identical costs. The calls of one module may differ: later ones may keep more or less."""
-        return self.like, self.kept, self.output, self.forward_peak, self.backward_peak
+        """Equal for units with identical costs. Calls of one module may differ: later ones may keep more or less."""
+        return self.like, self.kept, self.output, self.made_output, self.forward_peak, self.backward_peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

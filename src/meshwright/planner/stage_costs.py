@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.errors import Refused
 from meshwright.facts.compiled_blocks import CompiledBlocks

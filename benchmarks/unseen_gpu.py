@@ -6,7 +6,7 @@
     PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
         --forecasts docs/data/unseen_forecasts.json    # or unseen_kernels.json
 
-`--round N` takes the second or third round's cases (unseen_cases.py) in place of the first's.
+`--round N` takes the cases of a later round (unseen_cases.py) in place of the first's.
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
 measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.

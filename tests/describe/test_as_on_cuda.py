@@ -96,6 +96,15 @@ def test_dropout_keeps_bools() -> None:
     assert kept == {((BATCH, LENGTH, WIDTH), torch.bool): 1}
 
 
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.1, False)])
+def test_dropout_of_nothing_returns_its_input(p: float, train: bool) -> None:
+    """Its decomposition copies it, and softmax and the product after it would each keep their own."""
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(BATCH, LENGTH, WIDTH, requires_grad=True)
+        kept = F.dropout(x, p, train).untyped_storage()
+        assert kept._cdata == x.untyped_storage()._cdata
+
+
 def test_layer_norm_keeps_statistics_in_fp32() -> None:
     with FakeTensorMode(), as_on_cuda():
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)

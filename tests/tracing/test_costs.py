@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.describe.model import describe
+from meshwright.facts.costs import ModelCosts
 from meshwright.tracing.costs import measure_costs
 
 WIDTH, TOKENS = 16, 64
@@ -60,3 +61,72 @@ def test_what_a_block_returns_and_nobody_takes_is_not_kept(block: int) -> None:
     usual = kept(block, lambda scores: scores.detach().mean())
     assert kept(block, lambda scores: scores * 2) == pytest.approx(usual, abs=1024)
     assert kept(block, lambda scores: scores * 2, collects=True) == pytest.approx(usual + weights, abs=1024)
+
+
+class Rounds(nn.Module):
+    """A loop over one layer. Each round keeps its input and one number per element, except for the last."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.layers, self.rounds = nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x
+        for _ in range(self.rounds):
+            state = state + torch.tanh(self.layers[0](state))
+        return state.mean()
+
+
+class Shared(nn.Module):
+    """Attention whose bias the first block makes and the others pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias, _ = block(x, bias)
+        return x.mean()
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        scores = x @ x.transpose(1, 2)
+        bias = torch.zeros_like(scores) + self.bias if bias is None else bias
+        weights = (scores + bias).softmax(dim=-1)
+        return self.answer(weights @ x) + x, bias, weights
+
+
+def _costs(build: Any) -> ModelCosts:
+    job = mw.Job(
+        model=build,
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output * len(batch), len(batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, TOKENS, WIDTH),
+        global_batch=4,
+    )
+    return measure_costs(job, describe(job), "fp32")
+
+
+def test_every_round_of_a_loop_keeps_its_own() -> None:
+    """A module's calls were all told as its last one, after which a loop frees its state."""
+    few, many = (sum(unit.kept.each for unit in _costs(lambda n=n: Rounds(n)).units) for n in (3, 9))
+    tensor = TOKENS * WIDTH * 4
+    assert (many - few) / 6 == pytest.approx(2 * tensor, rel=0.05)  # the layer's input, and what tanh keeps
+
+
+def test_a_bias_that_blocks_pass_on_is_kept_once() -> None:
+    """What a block that recomputes keeps: not the bias that it was given, and not weights that nobody takes."""
+    hidden, scores = TOKENS * WIDTH * 4, TOKENS * TOKENS * 4
+    costs = _costs(Shared).recomputed("full")
+    found = [unit.kept.each for unit in costs.units if unit.is_block]
+    assert found[0] == hidden + scores
+    assert set(found[1:]) == {hidden}
+    assert ModelCosts.from_json(costs.to_json()) == costs

@@ -15,7 +15,7 @@ from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.tracing import recorder, trace_roles, trace_step
-from meshwright.tracing.block_stack import find_repeated_blocks
+from meshwright.tracing.block_stack import BlockStack, find_period, find_repeated_blocks, whole_periods
 from meshwright.tracing.step_counts import Messages
 from traced_decoders import (
     CUBLAS,
@@ -185,6 +185,46 @@ def test_a_long_model_is_known_from_shorter_ones(strategy: str, layers: int) -> 
         assert totals[0] == pytest.approx(totals[1], rel=0.001)
     messages = [sum(message.bytes * message.count for message in found.messages) for found in (short, whole)]
     assert messages[0] == pytest.approx(messages[1], rel=0.001)
+
+
+class Local(nn.Module):
+    """A layer that keeps more if it is of the other kind, with the same parameters and FLOPs."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.layer, self.place, self.kind = nn.Linear(WIDTH, WIDTH), place, "whole" if place % 4 == 3 else "local"
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.tanh(self.layer(x))
+        return x + (found if self.kind == "local" else found.sin().tanh().sin())
+
+
+def local_and_whole(blocks: int) -> Job:
+    return Job(
+        model=lambda: nn.Sequential(*map(Local, range(blocks))),
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output.sum(), len(batch)),
+        optimizer=lambda parameters: SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, LENGTH, WIDTH),
+        global_batch=64,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["single", "single,compile"])
+def test_kinds_of_blocks_are_extrapolated_in_proportion(strategy: str) -> None:
+    """Of four blocks, one keeps more: a model with two of them has none."""
+    job = local_and_whole(24)
+    facts = describe(job)
+    found, whole = (trace_step(job, facts, Strategy.parse(strategy), ranks=1, whole=each) for each in (False, True))
+    assert found.peak == pytest.approx(whole.peak, rel=0.002)
+
+
+def test_after_how_many_blocks_their_kinds_recur() -> None:
+    assert find_period(local_and_whole(24), BlockStack("", 24)) == 4
+    assert find_period(local_and_whole(5), BlockStack("", 5)) is None
+    assert find_period(local_and_whole(3), BlockStack("", 3)) == 1
+    assert [whole_periods(sizes, 4) for sizes in ((2, 4), (4, 8), (3, 5))] == [(4, 8)] * 3
+    assert whole_periods((3, 6), 1) == (3, 6)
 
 
 def test_blocks_that_differ_are_no_stack() -> None:

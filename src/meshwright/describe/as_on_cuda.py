@@ -10,7 +10,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
-| `dropout` | a mask in the input's dtype | a mask of bools |
+| `dropout` | a mask in the input's dtype; of 0, a copy | a mask of bools; of 0, its input |
 | `batch_norm`, not in bf16 | saves its input | saves a dense copy of one that is not dense, such as a transposed one |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
@@ -297,6 +297,8 @@ _fused_rms_norm = direct_apply(_FusedRmsNorm)
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and input.numel():
         return aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
+    if not _compiled and not (train and p):
+        return input  # its decomposition, which compilers see, makes a copy
     return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 

@@ -70,6 +70,18 @@ class UnitCosts:
     """Peak bytes of its forward pass, on top of what was allocated when it started."""
     backward_peak: Size
     """Peak bytes of its backward pass, on top of what all earlier units keep; what it keeps itself is included."""
+    fresh_output: Size | None = None
+    """Bytes of the output that the unit makes: an attention bias that all blocks pass on takes memory once. None if it
+    was not measured: all of the output."""
+
+    @property
+    def made_output(self) -> Size:
+        return self.output if self.fresh_output is None else self.fresh_output
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for units with identical costs. Calls of one module may differ: later ones may keep more or less."""
+        return self.like, self.kept, self.output, self.made_output, self.forward_peak, self.backward_peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,20 +102,24 @@ class ModelCosts:
         """The costs if blocks recompute everything (`full`), or all but matmuls and attention (`selective`)."""
         if kind == "none":
             return self
-        made: dict[str, UnitCosts] = {}
+        made: dict[tuple[Any, ...], UnitCosts] = {}
         for unit in self.units:
-            if unit.like not in made:
-                made[unit.like] = _recomputed(unit, kind) if unit.is_block else unit
-        units = tuple(replace(made[u.like], name=u.name, parameters=u.parameters) for u in self.units)
+            if unit.kind not in made:
+                made[unit.kind] = _recomputed(unit, kind) if unit.is_block else unit
+        units = tuple(replace(made[u.kind], name=u.name, parameters=u.parameters) for u in self.units)
         return replace(self, units=units, recompute=kind)
 
     def to_json(self) -> dict[str, Any]:
         """Of units identical to an earlier one, only the names are stored."""
         names = ("name", "like", "parameters")
-        units = [
-            asdict(unit) if unit.like == unit.name else {name: getattr(unit, name) for name in names}
-            for unit in self.units
-        ]
+        stored: dict[str, UnitCosts] = {}
+        units = []
+        for unit in self.units:
+            if unit.like != unit.name and unit.kind == stored[unit.like].kind:
+                units.append({name: getattr(unit, name) for name in names})
+            else:
+                stored[unit.like] = unit
+                units.append(asdict(unit))
         found = {"precision": self.precision, "recompute": self.recompute, "units": units}
         return found | ({"loss_in_model": True} if self.loss_in_model else {})
 
@@ -113,8 +129,8 @@ class ModelCosts:
         units = []
         for values in document["units"]:
             own = {"name": values["name"], "parameters": tuple(values["parameters"])}
-            if values["name"] == values["like"]:
-                made[values["name"]] = _unit({**values, **own})
+            if "kept" in values:
+                made[values["like"]] = _unit({**values, **own})
             units.append(replace(made[values["like"]], **own))
         return cls(
             precision=document["precision"],
@@ -127,6 +143,8 @@ class ModelCosts:
 def _unit(values: Mapping[str, Any]) -> UnitCosts:
     passes = {key: tuple(map(_kernel, values[key])) for key in ("forward", "backward")}
     sizes = {key: Size(**values[key]) for key in ("kept", "output", "forward_peak", "backward_peak")}
+    if values.get("fresh_output") is not None:
+        sizes["fresh_output"] = Size(**values["fresh_output"])
     return UnitCosts(**{**values, **passes, **sizes})
 
 
@@ -151,8 +169,8 @@ def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:
     return replace(
         unit,
         backward=(*again, *unit.backward),
-        kept=sum(kept, start=unit.output),
-        backward_peak=unit.backward_peak + unit.output,
+        kept=sum(kept, start=unit.made_output),
+        backward_peak=unit.backward_peak + unit.made_output,
     )
 
 

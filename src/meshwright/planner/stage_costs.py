@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.errors import Refused
 from meshwright.facts.compiled_blocks import CompiledBlocks
@@ -160,11 +160,11 @@ class StageCosts:
 
     def _cut(self, case: _Case, stages: int) -> tuple[StageWork, ...]:
         units = self._costs[case.policy].units
-        made: dict[str, UnitWork] = {}
+        made: dict[tuple[Any, ...], UnitWork] = {}
         for unit in units:
-            if unit.like not in made:
-                made[unit.like] = self._unit_work(unit, case)
-        work = [made[unit.like] for unit in units]
+            if unit.kind not in made:
+                made[unit.kind] = self._unit_work(unit, case)
+        work = [made[unit.kind] for unit in units]
         if case.pieced and self._facts.head is not None:
             self._piece(work, case, self._facts.head)
         elif case.fuses_loss:

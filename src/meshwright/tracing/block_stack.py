@@ -1,10 +1,23 @@
-"""The blocks that a model repeats: alike ones in a list, perhaps after others, such as a mixture's dense layers."""
+"""The blocks that a model repeats: alike ones in a list, perhaps after others, such as a mixture's dense layers.
+
+Blocks with equal parameters may still differ: three of four attend to a window, and the fourth to all tokens. The
+attributes of their modules tell, apart from numbers, and so does the number of blocks after which their kinds recur.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
+from torch import nn
+
+from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.recording.blueprint import record
+from meshwright.torch_private.modules import REGISTERED
+
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -46,3 +59,31 @@ def _content_of(facts: ModelFacts, block: str) -> tuple[object, ...]:
         (call.flops, sum(name.startswith(start) for name in call.reads)) for call in facts.calls if call.name == block
     ]
     return tuple(parameters), tuple(calls)
+
+
+def find_period(job: Job, stack: BlockStack) -> int | None:
+    """After how many blocks their kinds recur, 1 if all are of one kind; None if they do not recur."""
+    blocks = record(job.model, seed=0, values=False).model.get_submodule(stack.name)
+    assert isinstance(blocks, nn.ModuleList | nn.Sequential)
+    kinds = [_words_of(block) for block in blocks][stack.before :]
+    periods = range(1, len(kinds) // 2 + 1)
+    return next((period for period in periods if kinds[period:] == kinds[:-period]), None)
+
+
+def whole_periods(sizes: tuple[int, int], period: int) -> tuple[int, int]:
+    """Two numbers of blocks, at least `sizes`, and as far apart, that hold all kinds equally often."""
+    small, large = sizes
+    first = -(-small // period) * period
+    return first, first - (small - large) // period * period
+
+
+def _words_of(block: nn.Module) -> tuple[Any, ...]:
+    """The attributes of a block's modules that say what it does: no numbers, such as its place or a rate."""
+    return tuple(
+        (name, key, _DIGITS.sub("", value) if isinstance(value, str) else value)
+        if isinstance(value, str | bool | None)
+        else (name, key, type(value))
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if key not in REGISTERED
+    )

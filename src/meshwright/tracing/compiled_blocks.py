@@ -19,7 +19,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
-from meshwright.tracing.block_stack import BlockStack, find_repeated_blocks
+from meshwright.tracing.block_stack import BlockStack, find_period, find_repeated_blocks, whole_periods
 from meshwright.tracing.costs import affine_kernel
 from meshwright.tracing.extrapolate import with_fewer_blocks
 from meshwright.tracing.meter import OperatorRun
@@ -28,8 +28,6 @@ from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.step import SIZES_COMPILED, refuse_trace
 from meshwright.tracing.unit_recorder import LOSS
 
-FEW, MORE = SIZES_COMPILED
-"""Blocks of the two models."""
 SAMPLES = (11, 13)
 """Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
 
@@ -38,16 +36,18 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
     """Trace compiled steps. Of a model without repeated blocks, all units keep the same share, and have no kernels."""
     strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
     stack = find_repeated_blocks(facts)
-    if stack is None or stack.before or stack.blocks < MORE:
+    period = find_period(job, stack) if stack is not None and not stack.before else None
+    few, more = whole_periods(SIZES_COMPILED, period or 1)
+    if stack is None or period is None or stack.blocks < more:
         held = _trace(job, facts, strategy, SAMPLES[0]).held
         return CompiledBlocks(kept=_share(held, [unit for unit in costs.units if unit.name != LOSS]))
     small, large, wide = (
         _trace_blocks(job, facts, strategy, stack, blocks, samples)
-        for blocks, samples in ((FEW, SAMPLES[0]), (MORE, SAMPLES[0]), (MORE, SAMPLES[1]))
+        for blocks, samples in ((few, SAMPLES[0]), (more, SAMPLES[0]), (more, SAMPLES[1]))
     )
-    last = next(unit for unit in costs.units if unit.name == f"{stack.name}.{stack.blocks - 1}")
-    kept = _share((large.kept - small.kept) / (MORE - FEW), [last])
-    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way]) for way in _WAYS)
+    ends = [f"{stack.name}.{place}" for place in range(stack.blocks - more + few, stack.blocks)]
+    kept = _share(large.kept - small.kept, [unit for unit in costs.units if unit.name in ends])
+    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way], more - few) for way in _WAYS)
     if not (forward and backward):
         return CompiledBlocks(kept=kept)
     return CompiledBlocks(kept=kept, forward=forward, backward=backward)
@@ -112,8 +112,13 @@ def _share(kept: float, units: list[UnitCosts]) -> float:
     return kept / eager if eager > 0 else 1.0
 
 
-def _added_kernels(small: list[OperatorRun], large: list[OperatorRun], wide: list[OperatorRun]) -> tuple[Kernel, ...]:
-    """The kernels that one more block adds, from those of two models and of the larger one with more samples."""
+def _added_kernels(
+    small: list[OperatorRun], large: list[OperatorRun], wide: list[OperatorRun], blocks: int
+) -> tuple[Kernel, ...]:
+    """The kernels that one more block adds, from those of two models and of the larger one with more samples.
+
+    The larger model has `blocks` more.
+    """
     if [run.name for run in large] != [run.name for run in wide]:
         return ()  # the compiler fuses otherwise with more samples
     added = Counter(zip(large, wide, strict=True))
@@ -121,5 +126,4 @@ def _added_kernels(small: list[OperatorRun], large: list[OperatorRun], wide: lis
         for pair in [pair for pair in added if pair[0] == run]:
             taken = min(count, added[pair])
             added[pair], count = added[pair] - taken, count - taken
-    blocks = MORE - FEW
     return tuple(affine_kernel(*pair, SAMPLES) for pair, count in added.items() for _ in range(round(count / blocks)))

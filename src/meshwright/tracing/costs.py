@@ -5,6 +5,7 @@ The affine cost model: bytes and operations of each unit are `constant + samples
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -75,8 +76,10 @@ def measure_costs(
         recompute_blocks(blocks or [blueprint.model], recompute)
     small, large = (_trace(job, facts, blueprint, kinds, precision, samples, device) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
-    by_name = {unit.name: unit for unit in units}
-    twins = [replace(by_name[unit.like], name=unit.name, parameters=unit.parameters) for unit in units]
+    twins = [
+        unit if segment.ran_as is None else replace(units[segment.ran_as], name=unit.name, parameters=unit.parameters)
+        for unit, segment in zip(units, small, strict=True)
+    ]
     inside = 2 * large[-1].kept_by_model > large[-1].kept
     return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute, loss_in_model=inside)
 
@@ -159,9 +162,13 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 def _watch(
     model: nn.Module, facts: ModelFacts, kinds: Mapping[str, Any], recorder: UnitRecorder
 ) -> AbstractContextManager[None]:
-    """Tell the recorder about every call of a unit, and skip calls of blocks that are equal to one that ran before."""
+    """Tell the recorder about every call of a unit, and skip calls of blocks that are equal to one that ran before.
+
+    Blocks that are called in a loop all run: a round frees what the round before it left, and keeps what it was given.
+    """
     calls = _CallOrder([call.name for call in facts.calls])
-    seen: dict[Any, tuple[str, Any]] = {}
+    times = Counter(call.name for call in facts.calls)
+    seen: dict[Any, tuple[int, Any]] = {}
 
     def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         index = calls.next(name)
@@ -173,15 +180,16 @@ def _watch(
         inputs: list[torch.Tensor] = []
         key = kinds.get(name), arrival_of(leaves, inputs, other=type), str(tree)
         recorder.take(index, inputs)
-        if segment.is_block and key in seen:
-            segment.like, made = seen[key]
+        if segment.is_block and times[name] == 1 and key in seen:
+            segment.ran_as, made = seen[key]
+            segment.like = recorder.segments[segment.ran_as].name
             reached = [tensor for tensor in inputs if tensor.requires_grad]
             output = tree_map_only(MadeTensor, lambda tensor: tensor.connected_to(reached), made)
         else:
             segment.like = name
             output = forward(*args, **kwargs)
             with suppress(AttributeError):  # a container that looks at its tensors, as a packed sequence does
-                seen[key] = name, tree_map_only(torch.Tensor, MadeTensor.of, output)
+                seen[key] = index, tree_map_only(torch.Tensor, MadeTensor.of, output)
         recorder.leave(index, output)
         return output
 
@@ -238,6 +246,7 @@ def _unit(small: Segment, large: Segment) -> UnitCosts:
         backward=kernels(small.backward, large.backward),
         kept=_between(small.kept, large.kept),
         output=_between(small.output, large.output),
+        fresh_output=_between(small.fresh_output, large.fresh_output),
         forward_peak=_between(small.forward_peak, large.forward_peak),
         backward_peak=_between(small.backward_peak, large.backward_peak),
     )

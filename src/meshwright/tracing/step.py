@@ -13,7 +13,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
 from meshwright.strategies.pipeline.sizes import is_pipelined
-from meshwright.tracing.block_stack import find_repeated_blocks
+from meshwright.tracing.block_stack import find_period, find_repeated_blocks, whole_periods
 from meshwright.tracing.extrapolate import count_blocks, extrapolate, with_fewer_blocks
 from meshwright.tracing.record_step import Recorded, record_step
 
@@ -90,6 +90,12 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
         return None
     small, large = _sizes(strategy)
     if stack is None or (blocks := count_blocks(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
+        return None
+    period = find_period(job, stack)
+    if period is None:
+        return None
+    small, large = whole_periods((small, large), period)
+    if blocks <= small + large + 1:
         return None
     shorter = [with_fewer_blocks(job, facts, strategy, stack, size) for size in (small, large)]
     records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]

@@ -35,6 +35,8 @@ class Segment:
     like: str
     is_block: bool
     parameters: tuple[str, ...]
+    ran_as: int | None = None
+    """The unit that ran in its place, if their calls are equal."""
     forward: list[OperatorRun] = field(default_factory=list)
     backward: list[OperatorRun] = field(default_factory=list)
     start: int = 0
@@ -44,6 +46,12 @@ class Segment:
     forward_peak: int = 0
     backward_peak: int = 0
     output: int = 0
+    made: dict[int, Output] = field(default_factory=dict)
+    """The output's tensors with gradients by memory, without the memory of inputs, which are passed on."""
+    passed_on: set[int] = field(default_factory=set)
+    """Of that, what a later unit takes."""
+    taken: frozenset[int] = frozenset()
+    """The memory of its inputs."""
     outputs: dict[int, Output] = field(default_factory=dict)
     """Those that are held when the next unit begins, and that it does not take, by their memory."""
     kept_by_model: int = 0
@@ -52,6 +60,11 @@ class Segment:
     @property
     def kept(self) -> int:
         return self.end - self.start
+
+    @property
+    def fresh_output(self) -> int:
+        """Bytes of the output that stay if the unit recomputes everything else: not weights that nobody takes."""
+        return sum(one.size for key, one in self.made.items() if not self.passed_on or key in self.passed_on)
 
 
 class UnitRecorder:
@@ -76,25 +89,33 @@ class UnitRecorder:
     def leave(self, index: int, output: Any) -> None:
         """Note a unit's output. What runs before the next unit counts as this one's; after the last, as the loss's."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        self.segments[index].output = sum(leaf.numel() * leaf.itemsize for leaf in tensors)
-        self._note_outputs(self.segments[index], output)
+        segment = self.segments[index]
+        segment.output = sum(leaf.numel() * leaf.itemsize for leaf in tensors)
+        segment.outputs = self._watched(tree_leaves(output))
+        segment.made = {key: one for key, one in self._watched(tensors).items() if key not in segment.taken}
         for leaf in tensors:
             leaf.register_hook(lambda gradient: self.return_to(index))
         if index == len(self.segments) - 2:
             self._forget_passing()
             self.enter(index + 1)
 
-    def _note_outputs(self, segment: Segment, output: Any) -> None:
-        for leaf in tree_leaves(output):
+    def _watched(self, leaves: Iterable[Any]) -> dict[int, Output]:
+        """Tensors by their memory, each with a way to ask whether it is still held."""
+        found = {}
+        for leaf in leaves:
             alive = self.meter.watch(leaf) if isinstance(leaf, torch.Tensor) else None
             if alive is not None:
                 key, size = storage_id(leaf.untyped_storage()), leaf.untyped_storage().nbytes()
-                segment.outputs[key] = Output(round_up(size, ROUNDING), alive)
+                found[key] = Output(round_up(size, ROUNDING), alive)
+        return found
 
     def take(self, index: int, inputs: Iterable[torch.Tensor]) -> None:
         """Note what a unit takes from the one before it, and what of that is still held."""
+        taken = frozenset(storage_id(tensor.untyped_storage()) for tensor in inputs)
+        self.segments[index].taken = taken
+        for earlier in self.segments[:index]:
+            earlier.passed_on |= {key for key in taken & earlier.made.keys() if earlier.made[key].alive() is not None}
         if index > 0:
-            taken = {storage_id(tensor.untyped_storage()) for tensor in inputs}
             before = self.segments[index - 1]
             rest = {key: one for key, one in before.outputs.items() if key not in taken}
             before.outputs = {key: one for key, one in rest.items() if one.alive() is not None}

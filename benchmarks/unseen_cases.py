@@ -126,7 +126,7 @@ FOURTH = (
     Case("squeezebert:batch=64", "single,bf16"),
     Case("nystromformer:batch=16", "single,bf16"),
     Case("bigbird:batch=16", "single,bf16"),
-    Case("esm:batch=32", "single,bf16,compile"),
+    Case("esm:batch=16", "single,bf16,compile"),
     Case("mbart:batch=16", "tp=2,bf16", 2),
     Case("longt5:batch=16", "single,bf16,ac=full"),
     Case("speech2text:batch=64", "single,bf16"),

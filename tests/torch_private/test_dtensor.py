@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.assemble.world import fake_world
 from meshwright.torch_private.dtensor import (
     forget_layouts,
+    layout_of,
     local_tensor,
     make_dtensor,
     set_local_tensor,
@@ -55,3 +56,12 @@ def test_a_dtensor_is_made_from_a_known_layout(mesh: DeviceMesh) -> None:
     made = make_dtensor(torch.zeros(2, 3), spec_of(first))
     assert made.shape == first.shape and made.placements == first.placements and made.device_mesh == mesh
     assert local_tensor(made).tolist() == [[0, 0, 0]] * 2 and spec_of(made) is not spec_of(first)
+
+
+def test_a_layout_is_what_two_equal_dtensors_share(mesh: DeviceMesh) -> None:
+    one = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    where, placements, shown = layout_of(one)
+    assert where is mesh and placements == (Shard(0),) and shown.shape == (4, 3) and shown.dtype == torch.float32
+    assert all(
+        a is b for a, b in zip(layout_of(one), layout_of(make_dtensor(torch.zeros(2, 3), spec_of(one))), strict=True)
+    )

@@ -95,16 +95,16 @@ def rank(
         against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
         if options.against
         else None,
-        findings=_findings(planner, plans),
+        findings=_findings(planner, plans, name),
     )
 
 
-def _findings(planner: Planner, plans: list[Plan]) -> tuple[Finding, ...]:
-    """What matters under the first plan."""
+def _findings(planner: Planner, plans: list[Plan], name: str) -> tuple[Finding, ...]:
+    """What matters under the first plan. The code of presets is not read, which takes longer than planning."""
     if not plans:
         return ()
     job = replace(planner.job, global_batch=planner.global_batch)
-    return tuple(examine(job, planner.facts, plans[0].strategy))
+    return tuple(examine(job, planner.facts, plans[0].strategy, reads_code=not name.startswith("preset:")))
 
 
 def _offer_graphs(context: PlanContext, plans: list[Plan]) -> tuple[str, ...]:

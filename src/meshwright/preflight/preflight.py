@@ -22,14 +22,16 @@ from meshwright.preflight.subject import Case, Issue, Subject
 from meshwright.strategies import Place
 
 RULES = (
-    *(parameters.unused, parameters.unregistered, parameters.not_updated, parameters.gradient_hooks),
-    *(parameters.half, state.grown),
-    *(parameters.aliased, parameters.tied, parameters.frozen, parameters.read_elsewhere),
+    *(parameters.unused, parameters.aliased, parameters.tied, parameters.frozen, parameters.read_elsewhere),
     *(state.moved, state.unsaved, state.batch_norm, state.frozen_batch_norm, state.evaluated),
-    *(own_draws, kept_generators, dropout_in_eval, batch_changed, parameters_changed, steered, fixed_device),
-    *(loss.weight, loss.whole_batch, loss.mixed_samples, collectives),
+    *(own_draws, loss.weight, loss.whole_batch, loss.mixed_samples, collectives),
 )
-"""What is asked about every job."""
+"""What is asked about every described job."""
+RULES_OF_CODE = (
+    *(parameters.unregistered, parameters.not_updated, parameters.gradient_hooks, parameters.half, state.grown),
+    *(kept_generators, dropout_in_eval, batch_changed, parameters_changed, steered, fixed_device),
+)
+"""What is asked about an author's code: they build the model once more, and run a small one."""
 RULES_WITH_STRATEGY = (dropout, uneven)
 """What is asked only about a job under one strategy: sizes matter, or it would be said about most jobs."""
 ALL = "every strategy"
@@ -37,11 +39,17 @@ POLICIES = {"mb": "single,mb=1", "ac": "single,ac=full", "compile": "single,comp
 """Policies of one process under which something may matter, each tried by a strategy."""
 
 
-def examine(job: Job, facts: ModelFacts, strategy: Strategy) -> list[Finding]:
-    """What matters under a resolved strategy, most serious first. Refusals of `check` are not among it."""
+def examine(job: Job, facts: ModelFacts, strategy: Strategy, *, reads_code: bool = True) -> list[Finding]:
+    """What matters under a resolved strategy, most serious first. Refusals of `check` are not among it.
+
+    With `reads_code=False` only the description is asked.
+    """
     subject = Subject(job, facts)
     case = Case(strategy, subject)
-    issues = [*_issues(subject), *(issue for rule in RULES_WITH_STRATEGY for issue in rule(subject, strategy))]
+    issues = [
+        *_issues(subject, reads_code),
+        *(issue for rule in RULES_WITH_STRATEGY for issue in rule(subject, strategy)),
+    ]
     found = [finding_of(issue, level, (str(strategy),)) for issue in issues if (level := issue.level(case))]
     return _sorted(found)
 
@@ -87,8 +95,8 @@ def _tried() -> dict[str, Strategy]:
     return strategies
 
 
-def _issues(subject: Subject) -> Iterator[Issue]:
-    for rule in RULES:
+def _issues(subject: Subject, reads_code: bool = True) -> Iterator[Issue]:
+    for rule in (*RULES, *(RULES_OF_CODE if reads_code else ())):
         yield from rule(subject)
 
 

@@ -10,10 +10,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import meshwright as mw
 import meshwright.api.notebook  # rich, which it imports, draws a random number for each style
-from minimal import Blocks, make_job
+from minimal import WIDTH, Blocks, make_job
 
 CLUSTER = "4xA100-40GB"
 
@@ -42,6 +43,17 @@ def noisy() -> nn.Module:
     return Blocks(dropout=0.1)
 
 
+class Drawn(Dataset[dict[str, torch.Tensor]]):
+    """Augments its samples."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        random.random(), numpy.random.rand()
+        return {name: torch.rand(WIDTH) for name in ("x", "y")}
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -53,7 +65,7 @@ def noisy() -> nn.Module:
     ids=["plan", "traces", "layout", "timeline"],
 )
 def test_it_is_as_before(look: Callable[[mw.Job], Any]) -> None:
-    job = make_job(model=noisy)
+    job = make_job(model=noisy, data=Drawn(), sample=None)
     before = state()
     look(job)
     assert state() == before

@@ -172,6 +172,20 @@ def test_a_model_that_asks_whether_it_is_compiled() -> None:
     assert "eager" not in asked.unseen
 
 
+class Scaling(Decoder):
+    """A forward pass that makes a tensor from numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor([0.5, 2.0]).repeat(VOCABULARY // 2)
+
+
+def test_a_model_that_makes_a_tensor_from_numbers_is_one_graph() -> None:
+    job = job_for(partial(Scaling, LAYERS, GatedBlock))
+    found = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
+    assert found.unseen == ""
+    assert found.memory["activations"] == pytest.approx(trace("single,bf16,compile").memory["activations"], rel=0.01)
+
+
 def drawn(function, *shapes: tuple[int, ...], mine: tuple[str, ...] = ()) -> Program:
     with FakeTensorMode():
         graph = make_fx(lambda *args: (function(*args),))(*(torch.empty(shape) for shape in shapes))

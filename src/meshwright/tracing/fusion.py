@@ -63,6 +63,8 @@ class Program:
     inputs: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...]
     """Inputs that no kernel reads."""
+    constants: tuple[fx.Node, ...]
+    """Tensors that the graph itself holds, such as those that a model's code makes from numbers."""
     kernels: tuple[CompiledKernel, ...]
     buffers: dict[Key, Buffer]
     """The buffers of all values that are in memory at some time."""
@@ -107,6 +109,7 @@ class _Fusion:
         return Program(
             inputs=inputs,
             unread=tuple(node for node in inputs if (node, 0) not in last and (node, 0) not in kept),
+            constants=tuple(node for node in self._nodes if nodes.is_constant(node)),
             kernels=tuple(self._kernels),
             buffers={key: self._buffer(key) for kernel in self._kernels for key in kernel.reads | kernel.writes},
             outputs=outputs,

@@ -53,6 +53,11 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node is a tensor that the graph holds."""
+    return node.op == "get_attr" and isinstance(node.meta.get("val"), Tensor)
+
+
 def computes(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node) and not is_getitem(node)
 

@@ -29,6 +29,7 @@ class Runner:
     def __call__(self, given: list[Any]) -> list[Any]:
         memory: dict[Key, Any] = {(n, 0): value for n, value in zip(self._program.inputs, given, strict=True)}
         given.clear()
+        memory |= {(node, 0): node.meta["val"] for node in self._program.constants}
         for node in self._program.unread:
             del memory[node, 0]
         for kernel in self._program.kernels:

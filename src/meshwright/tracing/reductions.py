@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
+from typing import Any
 
+import torch
 from torch import Tensor
+
+aten = torch.ops.aten
 
 MULTIPROCESSORS = 132
 THREADS = 2048
@@ -18,9 +22,36 @@ BLOCK, WARP = 512, 32
 """Most threads of a block, and those of a warp."""
 FEWEST, MOST = 16, 256
 """Numbers that one thread should add up."""
+_SINGLE = 4
+_PAIR = 16
+"""Bytes of a position with its value, or of a mean with its variance and count."""
+_REDUCTIONS: dict[Any, tuple[int, int]] = {
+    aten.sum.dim_IntList: (_SINGLE, 1),
+    aten.mean.dim: (_SINGLE, 1),
+    aten.amax.default: (1, 1),
+    aten.amin.default: (1, 1),
+    aten.linalg_vector_norm.default: (_SINGLE, 2),
+    aten.var.correction: (_PAIR, 1),
+    aten.var_mean.correction: (_PAIR, 1),
+    aten.std.correction: (_PAIR, 1),
+    aten.argmax.default: (_PAIR, 1),
+    aten.argmin.default: (_PAIR, 1),
+}
+"""The fewest bytes in which each operator adds up, and where its dims are among the arguments."""
 
 
-def sum_staging(tensor: Tensor, dims: Sequence[int]) -> int:
+def reduction_staging(func: Any, args: Any) -> int:
+    """Bytes of the staging buffer of an operator that reduces rows; 0 for other operators."""
+    if func not in _REDUCTIONS:
+        return 0
+    size, place = _REDUCTIONS[func]
+    dims = args[place] if len(args) > place else None
+    if isinstance(dims, int):
+        dims = [dims]
+    return sum_staging(args[0], dims, size) if dims else 0
+
+
+def sum_staging(tensor: Tensor, dims: Sequence[int], size: int = _SINGLE) -> int:
     """Bytes that a sum over `dims` allocates besides its result; 0 if the innermost dim is summed, which takes little.
 
     Threads of a warp take neighbouring columns, and the warps of a block share the rows. Only if many rows are left for
@@ -46,7 +77,7 @@ def sum_staging(tensor: Tensor, dims: Sequence[int]) -> int:
     if each < MOST or grid > target:
         return 0
     blocks = max(min(ceil(target / grid), ceil(each / FEWEST)), ceil(each / MOST))
-    return max(4, tensor.itemsize) * outputs * blocks * width * vector if blocks > 1 else 0
+    return max(size, tensor.itemsize) * outputs * blocks * width * vector if blocks > 1 else 0
 
 
 def _vector(tensor: Tensor, inner: int) -> int:

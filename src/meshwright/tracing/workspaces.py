@@ -16,9 +16,19 @@ from meshwright.tracing.convolutions import (
     forward_copies,
     forward_workspaces,
 )
-from meshwright.tracing.reductions import sum_staging
+from meshwright.tracing.dense_copies import dense_copies
+from meshwright.tracing.indexing import embedding_gradient, index_gradient, mask_places
+from meshwright.tracing.reductions import reduction_staging
 
 aten = torch.ops.aten
+_LOOK_UPS = {
+    aten.embedding_dense_backward.default: embedding_gradient,
+    aten._index_put_impl_.default: index_gradient,
+    aten.index_put.default: index_gradient,
+    aten.index_put_.default: index_gradient,
+    aten.masked_scatter.default: mask_places,
+    aten.masked_scatter_.default: mask_places,
+}
 
 
 def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) -> list[Held]:
@@ -33,9 +43,11 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
     if func is aten.convolution_backward.default:
         mask = args[-1]
         return backward_workspaces(_backward_layer(args), [*mask[:2], mask[2] and sums])
-    if func is aten.sum.dim_IntList:
-        return [(sum_staging(args[0], args[1]),)] if sums and args[1] else []
-    return recurrent_workspaces(func, args)
+    if func in _LOOK_UPS:
+        return [(*dense_copies(func, args), *_LOOK_UPS[func](args))]
+    staged = reduction_staging(func, args) if sums else 0
+    copies = dense_copies(func, args)
+    return recurrent_workspaces(func, args) or [held for held in ((staged,), copies) if any(held)]
 
 
 def layout_copies(func: Any, args: Any, found: Any) -> int:

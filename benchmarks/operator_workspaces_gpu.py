@@ -70,6 +70,9 @@ def cases() -> Iterator[Call]:
         yield from pictures(dtype)
         yield from products(dtype)
         yield from reductions(dtype)
+        yield from losses(dtype)
+        yield from resampling(dtype)
+        yield from norms(dtype)
     yield from sorting()
     yield from transforms()
 
@@ -173,6 +176,133 @@ def reductions(dtype: str) -> Iterator[Call]:
     yield Call(f"argmax of rows {dtype}", aten.argmax.default, (x, 0))
 
 
+def losses(dtype: str) -> Iterator[Call]:
+    """Losses and normalisers that PyTorch composes of several kernels behind one operator."""
+    x, number = Random((8_192, 4_096), dtype), getattr(torch, dtype)
+    scale = Random((), dtype)
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"):
+        operator = getattr(aten, name).default
+        more = (None,) if name == "binary_cross_entropy" else ()
+        yield Call(f"{name}, mean {dtype}", operator, (x, x, *more, 1))
+        yield Call(f"{name}, all {dtype}", operator, (x, x, *more, 0))
+    logits = aten.binary_cross_entropy_with_logits.default
+    yield Call(f"binary cross-entropy of logits, mean {dtype}", logits, (x, x, None, None, 1))
+    yield Call(f"binary cross-entropy of logits, all {dtype}", logits, (x, x, None, None, 0))
+    yield Call(f"binary cross-entropy of logits, weighted {dtype}", logits, (x, x, None, Random((4_096,), dtype), 1))
+    yield Call(f"smooth_l1_loss backward {dtype}", aten.smooth_l1_loss_backward.default, (scale, x, x, 1, 1.0))
+    yield Call(f"mse_loss backward {dtype}", aten.mse_loss_backward.default, (scale, x, x, 1))
+    yield Call(f"logsumexp {dtype}", aten.logsumexp.default, (x, [-1]))
+    yield Call(f"logsumexp of rows {dtype}", aten.logsumexp.default, (x, [0]))
+    yield Call(f"safe softmax {dtype}", aten._safe_softmax.default, (x, -1))
+    yield Call(f"product of all {dtype}", aten.prod.default, (x,))
+    yield Call(f"product of columns {dtype}", aten.prod.dim_int, (x, 1))
+    yield Call(f"log sigmoid {dtype}", aten.log_sigmoid_forward.default, (x,))
+    yield Call(f"log sigmoid backward {dtype}", aten.log_sigmoid_backward.default, (x, x, x))
+    yield Call(f"gelu backward {dtype}", aten.gelu_backward.default, (x, x))
+    yield Call(f"silu backward {dtype}", aten.silu_backward.default, (x, x))
+    yield Call(f"softplus backward {dtype}", aten.softplus_backward.default, (x, x, 1.0, 20.0))
+    yield Call(f"prelu backward {dtype}", aten._prelu_kernel_backward.default, (x, x, Random((1, 4_096), dtype)))
+    yield Call(f"norm {dtype}", aten.linalg_vector_norm.default, (x,))
+    yield Call(f"standard deviation {dtype}", aten.std.correction, (x, [1]))
+    yield Call(f"masked fill {dtype}", aten.masked_fill.Scalar, (x, Random((8_192, 4_096), "bool"), 0.0))
+    yield Call(f"softmax of rows {dtype}", aten._softmax.default, (x, 0, False))
+    yield Call(f"softmax of rows, backward {dtype}", aten._softmax_backward_data.default, (x, x, 0, number))
+    yield Call(f"log softmax of rows, backward {dtype}", aten._log_softmax_backward_data.default, (x, x, 0, number))
+
+
+def resampling(dtype: str) -> Iterator[Call]:
+    """Operators that gather or spread the elements of pictures, volumes and sequences."""
+    image, large = Random((32, 64, 56, 56), dtype), Random((32, 64, 112, 112), dtype)
+    sizes = ([112, 112], [32, 64, 56, 56], False)
+    yield Call(f"bilinear backward {dtype}", aten.upsample_bilinear2d_backward.default, (large, *sizes))
+    yield Call(f"bicubic {dtype}", aten.upsample_bicubic2d.default, (image, [112, 112], False))
+    yield Call(f"bicubic backward {dtype}", aten.upsample_bicubic2d_backward.default, (large, *sizes))
+    yield Call(f"nearest backward {dtype}", aten.upsample_nearest2d_backward.default, (large, *sizes[:2]))
+    yield Call(
+        f"average pool backward {dtype}",
+        aten.avg_pool2d_backward.default,
+        (image, large, [2, 2], [2, 2], [0, 0], False, True, None),
+    )
+    places = Random((32, 64, 56, 56), below=3_136)
+    pooled = (image, large, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
+    yield Call(f"max pool backward {dtype}", aten.max_pool2d_with_indices_backward.default, pooled)
+    yield Call(f"adaptive average pool {dtype}", aten._adaptive_avg_pool2d.default, (large, [7, 7]))
+    yield Call(
+        f"adaptive average pool backward {dtype}",
+        aten._adaptive_avg_pool2d_backward.default,
+        (Random((32, 64, 7, 7), dtype), large),
+    )
+    volume = Random((8, 32, 32, 56, 56), dtype)
+    yield Call(f"max pool of volumes {dtype}", aten.max_pool3d_with_indices.default, (volume, [2, 2, 2], [2, 2, 2]))
+    yield Call(f"average pool of volumes {dtype}", aten.avg_pool3d.default, (volume, [2, 2, 2], [2, 2, 2]))
+    yield Call(f"reflection pad {dtype}", aten.reflection_pad2d.default, (image, [1, 1, 1, 1]))
+    yield Call(
+        f"reflection pad backward {dtype}",
+        aten.reflection_pad2d_backward.default,
+        (Random((32, 64, 58, 58), dtype), image, [1, 1, 1, 1]),
+    )
+    yield Call(f"columns of pictures {dtype}", aten.im2col.default, (image, [3, 3], [1, 1], [1, 1], [1, 1]))
+    columns = Random((32, 576, 3_136), dtype)
+    yield Call(f"pictures of columns {dtype}", aten.col2im.default, (columns, [56, 56], [3, 3], [1, 1], [1, 1], [1, 1]))
+    grid = Random((32, 56, 56, 2), dtype)
+    yield Call(f"grid sample {dtype}", aten.grid_sampler_2d.default, (image, grid, 0, 0, False))
+    sampled = (image, image, grid, 0, 0, False, [True, True])
+    yield Call(f"grid sample backward {dtype}", aten.grid_sampler_2d_backward.default, sampled)
+    table, indices, values = (
+        Random((50_000, 64), dtype),
+        Random((200_000, 64), below=50_000),
+        Random((200_000, 64), dtype),
+    )
+    yield Call(f"scatter, largest {dtype}", aten.scatter_reduce.two, (table, 0, indices, values, "amax"))
+    yield Call(f"scatter, mean {dtype}", aten.scatter_reduce.two, (table, 0, indices, values, "mean"))
+    one = Random((200_000,), below=50_000)
+    yield Call(f"index, mean {dtype}", aten.index_reduce.default, (table, 0, one, values, "mean"))
+    yield Call(
+        f"index add, second dim {dtype}",
+        aten.index_add.default,
+        (Random((64, 50_000), dtype), 1, one, Random((64, 200_000), dtype)),
+    )
+    bags = (table, one, Random((2_000,), below=2), False, 0)
+    yield Call(f"embedding bag {dtype}", aten._embedding_bag.default, bags)
+
+
+def norms(dtype: str) -> Iterator[Call]:
+    """Normalisations of dense tensors, and their gradients."""
+    for rows, width in ((32_768, 1_024), (1_000_000, 64)):
+        x, weight, statistic = Random((rows, width), dtype), Random((width,), dtype), Random((rows, 1))
+        norm = (x, x, [width], statistic, statistic, weight, weight, [True] * 3)
+        yield Call(f"layer norm backward, {rows} x {width} {dtype}", aten.native_layer_norm_backward.default, norm)
+        norm = (x, x, [width], statistic, weight, [True] * 2)
+        yield Call(f"rms norm backward, {rows} x {width} {dtype}", aten._fused_rms_norm_backward.default, norm)
+    channel, mean = Random((96,), dtype), Random((64, 8))
+    channel32 = Random((96,))
+    for layout, order in (("dense", (0, 1, 2, 3)), ("channels last", (0, 2, 3, 1))):
+        image = Random((64, 96, 56, 56), dtype, order=order)
+        norm = (image, image, mean, mean, channel, 64, 96, 3_136, 8, [True] * 3)
+        if layout == "dense":
+            yield Call(
+                f"group norm, dense {dtype}",
+                aten.native_group_norm.default,
+                (image, channel, channel, 64, 96, 3_136, 8, 1e-5),
+            )
+            yield Call(f"group norm backward {dtype}", aten.native_group_norm_backward.default, norm)
+        statistics = (channel32, channel32)
+        yield Call(
+            f"batch norm, {layout} {dtype}",
+            aten.native_batch_norm.default,
+            (image, channel32, channel32, *statistics, True, 0.1, 1e-5),
+        )
+        norm = (image, image, channel32, *statistics, *statistics, True, 1e-5, [True] * 3)
+        yield Call(f"batch norm backward, {layout} {dtype}", aten.native_batch_norm_backward.default, norm)
+        yield Call(
+            f"batch norm by cuDNN, {layout} {dtype}",
+            aten.cudnn_batch_norm.default,
+            (image, channel32, channel32, *statistics, True, 0.1, 1e-5),
+        )
+    weight = Random((4_096, 4_096), dtype)
+    yield Call(f"weight norm {dtype}", aten._weight_norm_interface.default, (weight, Random((4_096, 1), dtype)))
+
+
 def sorting() -> Iterator[Call]:
     words = Random((256, 50_257))
     yield Call("sort, long rows", aten.sort.default, (Random((64, 200_000)), -1, False))
@@ -199,12 +329,31 @@ def transforms() -> Iterator[Call]:
     yield Call("r2c of pictures", aten._fft_r2c.default, (Random((64, 64, 128, 128)), [2, 3], 0, True))
     points = Random((16, 2_048, 64))
     yield Call("distances", aten._cdist_forward.default, (points, points, 2.0, None))
+    yield Call("distances, by elements", aten._cdist_forward.default, (points, points, 1.0, None))
+    apart = Random((16, 2_048, 2_048))
+    yield Call("distances backward", aten._cdist_backward.default, (apart, points, points, 2.0, apart))
+    for count, size in ((4_096, 32), (16, 512)):
+        matrix = Random((count, size, size))
+        yield Call(f"cholesky {count} x {size}", aten.linalg_cholesky_ex.default, (matrix,))
+        yield Call(f"inverse {count} x {size}", aten.linalg_inv_ex.default, (matrix,))
+        yield Call(f"solution {count} x {size}", aten._linalg_solve_ex.default, (matrix, matrix))
+        yield Call(f"qr {count} x {size}", aten.linalg_qr.default, (matrix,))
+        yield Call(f"singular values {count} x {size}", aten._linalg_svd.default, (matrix,))
+        yield Call(f"eigenvalues {count} x {size}", aten._linalg_eigh.default, (matrix,))
+        yield Call(f"exponential {count} x {size}", aten.linalg_matrix_exp.default, (matrix,))
+    yield Call("cumulative product", aten.cumprod.default, (Random((16_000, 1_000)), 1))
+    yield Call("cumulative log sum exp", aten.logcumsumexp.default, (Random((16_000, 1_000)), 1))
+    yield Call("cumulative largest", aten.cummax.default, (Random((16_000, 1_000)), 1))
+    yield Call("search", aten.searchsorted.Tensor, (Random((1_000,)), Random((4_000_000,))))
+    yield Call("rolled", aten.roll.default, (Random((16_000, 1_000)), [1], [1]))
+    yield Call("flipped", aten.flip.default, (Random((16_000, 1_000)), [1]))
+    yield Call("repeated", aten.repeat.default, (Random((1_600, 1_000)), [4, 1]))
 
 
-def requests_of(operator: Any, given: Any) -> tuple[list[int], int]:
+def requests_of(case: Call, given: Any) -> tuple[list[int], int]:
     """Requests besides results, and the most bytes that they held at a time."""
     mark = torch.empty(MARK, dtype=torch.uint8, device="cuda")
-    found = operator(*given)
+    found = case.operator(*given)
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     begin = max(i for i, e in enumerate(trace) if e["action"] == "alloc" and e["addr"] == mark.data_ptr())
     events = [event for event in trace[begin + 1 :] if event["action"] in ("alloc", "free_completed")]
@@ -233,7 +382,7 @@ def measure(path: Path) -> None:
             given = case.given("cuda")
             case.operator(*given)
             torch.cuda.synchronize()
-            row["requests"], row["held"] = requests_of(case.operator, given)
+            row["requests"], row["held"] = requests_of(case, given)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:200]
         rows.append(row)

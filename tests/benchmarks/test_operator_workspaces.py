@@ -1,4 +1,4 @@
-"""What an H200 allocated for single operators (docs/data/operator_workspaces_gpu.json), beside what a trace adds for them."""
+"""What an H200 allocated for single operators, beside what a trace adds for them."""
 
 import json
 import sys

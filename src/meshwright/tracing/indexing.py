@@ -1,7 +1,7 @@
 """Memory that a GPU takes to write at indices: gradients of rows that were looked up are added in the indices' order.
 
-Follows PyTorch's kernels (aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu and Indexing.cu), and agrees
-with what an H200 allocated (docs/data/operator_workspaces_gpu.json).
+Follows PyTorch's kernels (aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu and Indexing.cu), and
+agrees with what an H200 allocated (docs/data/operator_workspaces_gpu.json).
 """
 
 from __future__ import annotations

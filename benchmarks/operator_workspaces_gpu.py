@@ -262,8 +262,6 @@ def resampling(dtype: str) -> Iterator[Call]:
         aten.index_add.default,
         (Random((64, 50_000), dtype), 1, one, Random((64, 200_000), dtype)),
     )
-    bags = (table, one, Random((2_000,), below=2), False, 0)
-    yield Call(f"embedding bag {dtype}", aten._embedding_bag.default, bags)
 
 
 def norms(dtype: str) -> Iterator[Call]:
@@ -330,8 +328,6 @@ def transforms() -> Iterator[Call]:
     points = Random((16, 2_048, 64))
     yield Call("distances", aten._cdist_forward.default, (points, points, 2.0, None))
     yield Call("distances, by elements", aten._cdist_forward.default, (points, points, 1.0, None))
-    apart = Random((16, 2_048, 2_048))
-    yield Call("distances backward", aten._cdist_backward.default, (apart, points, points, 2.0, apart))
     for count, size in ((4_096, 32), (16, 512)):
         matrix = Random((count, size, size))
         yield Call(f"cholesky {count} x {size}", aten.linalg_cholesky_ex.default, (matrix,))

@@ -176,6 +176,15 @@ def test_statistics_of_batch_norm_are_kept_in_fp32() -> None:
     assert kept == {((6,), torch.float32): 2}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_statistics_of_group_norm_have_the_dtype_of_its_weights(dtype: torch.dtype) -> None:
+    """CUDA's backward kernel refuses others."""
+    with FakeTensorMode(), as_on_cuda():
+        x, weight = torch.empty(4, 6, 5, 5, dtype=torch.bfloat16), torch.empty(6, dtype=dtype)
+        _, *statistics = torch.ops.aten.native_group_norm.default(x, weight, weight, 4, 6, 25, 2, 1e-5)
+    assert [found.dtype for found in statistics] == [dtype, dtype]
+
+
 @pytest.mark.parametrize("cells", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_recurrent_layers_are_one_operator_of_cudnn(cells: type[torch.nn.RNNBase], bidirectional: bool) -> None:

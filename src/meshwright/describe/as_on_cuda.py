@@ -12,7 +12,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype; of 0, a copy | a mask of bools; of 0, its input |
 | `batch_norm`, not in bf16 | saves its input | saves a dense copy of one that is not dense, such as a transposed one |
-| statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
+| statistics of `layer_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
 All others save the same on both. GPUs since Hopper take cuDNN's attention wherever it is able to run. Without a mask it
 saves what flash attention does, and is called that here. Meta tensors use a third attention, neither the CPU's nor the
@@ -364,7 +364,7 @@ _WITHOUT_VALUES = {
 
 
 class _Statistics(TorchDispatchMode):
-    """Returns the means and deviations of normalised rows in fp32."""
+    """Returns the means and deviations of normalised rows in fp32, those of groups in the dtype of the weights."""
 
     OPERATORS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
 
@@ -375,4 +375,6 @@ class _Statistics(TorchDispatchMode):
         if func not in self.OPERATORS or _compiled:
             return found
         output, *statistics = found
+        if func is aten.native_group_norm.default and (args[1] is None or args[1].dtype in HALF):
+            return found
         return output, *(x if x.dtype not in HALF else torch.empty_like(x, dtype=torch.float32) for x in statistics)

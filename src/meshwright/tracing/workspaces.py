@@ -8,6 +8,7 @@ import torch
 
 from meshwright.describe.as_on_cuda import stands_in
 from meshwright.describe.recurrent import recurrent_workspaces
+from meshwright.tracing.composed import temporaries
 from meshwright.tracing.convolutions import (
     Held,
     Layer,
@@ -46,8 +47,9 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
     if func in _LOOK_UPS:
         return [(*dense_copies(func, args), *_LOOK_UPS[func](args))]
     staged = reduction_staging(func, args) if sums else 0
-    copies = dense_copies(func, args)
-    return recurrent_workspaces(func, args) or [held for held in ((staged,), copies) if any(held)]
+    composed = temporaries(func, args, sums=sums)
+    sequence = [(staged,), dense_copies(func, args), *composed, *recurrent_workspaces(func, args)]
+    return [held for held in sequence if any(held)]
 
 
 def layout_copies(func: Any, args: Any, found: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -112,6 +113,30 @@ class CallsIntoABlock(Scaled):
         return super().forward(x + self.blocks[0].down(torch.tanh(self.blocks[0].up(x))))
 
 
+class Differentiates(nn.Module):
+    """Takes gradients of its own layers, as potentials do, and calls layers once for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DifferentiatingBlock() for _ in range(2))
+        self.middle, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = x + vmap(lambda row: torch.tanh(self.middle(row)))(x)
+        return self.leave(self.blocks[1](x))
+
+
+class DifferentiatingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + vmap(grad(lambda row: self.down(torch.tanh(self.up(row))).sum()))(x)
+
+
+differentiates = job_of(Differentiates)
 scaled = job_of(Scaled, optimizer=lambda params: AdamW(params, lr=0.01), max_norm=0.5)
 reads_a_block = job_of(ReadsABlock, optimizer=lambda params: AdamW(params, lr=0.01, foreach=True), max_norm=0.5)
 calls_into_a_block = job_of(CallsIntoABlock, max_norm=0.5)

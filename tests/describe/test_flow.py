@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 import pipeline_jobs
 from meshwright.describe.calls import ConstantLeaf, Flow, InputLeaf, Inside, StrangeLeaf, TensorLeaf, Value
@@ -95,6 +96,16 @@ def test_a_module_that_is_called_twice() -> None:
     assert [call.name for call in flow.calls] == ["first", "second", "first"]
     assert flow.calls[2].needs == {Value(1, 0)}
     assert flow.readers("first.bias") == [0, 2]
+
+
+def test_a_module_that_is_called_inside_a_transform_is_glue() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        inside = vmap(grad(lambda row: self.second(row).sum()))
+        return self.third(inside(self.first(x)))
+
+    flow = flow_of(forward)
+    assert [call.name for call in flow.calls] == ["first", "third"]
+    assert flow.calls[1].needs == {Value(0, 0), "second.weight", "second.bias"}
 
 
 class Odd(nn.Module):

@@ -45,6 +45,11 @@ def test_parameters_that_fsdp_leaves_whole(two_ranks: RankPool, job: str) -> Non
     check(two_ranks, job, ["fsdp,offload=optimizer", "fsdp,offload=params", "fsdp,ac=full"])
 
 
+def test_models_that_use_transforms(two_ranks: RankPool) -> None:
+    """`torch.func`, whose tensors have no storage."""
+    check(two_ranks, "differentiates", [*EACH, "fsdp,mb=2", "op=2", "pp=2:1f1b,mb=4", "layers=2"])
+
+
 def test_whole_parameters_in_bf16(two_ranks: RankPool) -> None:
     """They are cast where they are read, as FSDP casts what it gathers."""
     for verdict in two_ranks(habit_programs.verdicts, "scaled", ["fsdp,bf16", "fsdp,fp16,mb=2", "fsdp,bf16:pure"])[0]:

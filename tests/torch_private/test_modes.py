@@ -7,6 +7,7 @@ from meshwright.torch_private.modes import (
     TorchDispatchMode,
     below_all_modes,
     function_modes,
+    in_transform,
     only_mode,
     outside_of_modes,
     without_innermost_mode,
@@ -116,3 +117,11 @@ def test_a_mode_stays_below_others_or_alone() -> None:
         with only_mode(outer):
             torch.ones(1).sin()
         assert set(seen) == {"outer"} and function_modes() == [low, outer, inner]
+
+
+def test_a_transform_is_known_while_it_runs() -> None:
+    inside = []
+    torch.vmap(lambda x: inside.append(in_transform()) or x)(torch.ones(2))  # type: ignore[func-returns-value]
+    torch.func.grad(lambda x: inside.append(in_transform()) or x.sum())(torch.ones(2))  # type: ignore[func-returns-value]
+    assert inside == [True, True]
+    assert not in_transform()

@@ -23,7 +23,7 @@ from meshwright.describe.flops import count_flops
 from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.operation import changed_by
 from meshwright.recording.wrap_forward import removing
-from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.modes import TorchDispatchMode, in_transform
 from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE
 from meshwright.torch_private.trees import tree_flatten, tree_leaves
 
@@ -181,12 +181,12 @@ class Watcher(TorchDispatchMode):
         return found
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._open is None:
+        if self._open is None and not in_transform():  # there it is part of the glue
             needs = self._union((args, kwargs)) | self._looked
             self._open = _Open(len(self.calls), name, needs, dict(self._written))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._open is None or self._open.name != name:
+        if self._open is None or self._open.name != name or in_transform():
             return
         done, self._open = self._open, None
         inputs = tree_leaves((args, kwargs))

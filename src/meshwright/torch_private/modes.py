@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -26,6 +27,12 @@ function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mo
 
 without_innermost_mode: Callable[[], AbstractContextManager[Any]] = _pop_mode_temporarily
 """Context in which the innermost function mode is off."""
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func`, such as `vmap` or `grad`, is running: its tensors have no storage."""
+    return peek_interpreter_stack() is not None
+
 
 without_torch_function = torch._C.DisableTorchFunction
 """Context in which neither function modes nor tensor subclasses see torch functions."""

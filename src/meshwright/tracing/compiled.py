@@ -14,26 +14,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import traceback
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.assemble import recompute
 from meshwright.assemble.low_copies import parameters_as_read
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
 from meshwright.strategies.tensor.compiled import MADE
+from meshwright.torch_private.checkpointing import ContextFunction, run_once
 from meshwright.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
-from meshwright.tracing.nodes import is_getitem
+from meshwright.tracing.module_attributes import (
+    Attribute,
+    Changes,
+    attributes_lent,
+    lasting,
+    tensor_attributes,
+)
+from meshwright.tracing.nodes import is_constant, is_getitem
 from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.runner import Runner
 
@@ -72,7 +80,7 @@ class Compiler:
             stack.enter_context(patch.object(nn.Module, "compile", compile_module))
             stack.enter_context(patch.object(torch, "compile", compile_function))
             stack.enter_context(patch.dict(MADE, clear=True))
-            stack.enter_context(patch.object(recompute, "checkpoint", self._checkpoint))
+            stack.enter_context(run_once(self._recomputed))
             yield
 
     def compile(self, module: nn.Module) -> None:
@@ -80,16 +88,13 @@ class Compiler:
         if not isinstance(module.forward, Compiled):
             module.forward = Compiled(self, module.forward, module)
 
-    def _checkpoint(self, function: Function, *args: Any, context_fn: Any = None, **kwargs: Any) -> Any:
+    def _recomputed(self, contexts: ContextFunction | None) -> AbstractContextManager[Any] | None:
         """While a graph is captured, mark what is to be recomputed, as the compiler does."""
-        options = {} if context_fn is None else {"context_fn": context_fn}
         if not self.recorder.paused:
-            return checkpoint(function, *args, **options, **kwargs)
-        kwargs.pop("use_reentrant", None)
-        self.policies.append(getattr(context_fn()[0], "policy_fn", None) if context_fn is not None else None)
+            return None
+        self.policies.append(getattr(contexts()[0], "policy_fn", None) if contexts is not None else None)
         marks = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": len(self.policies)}
-        with patch.dict(traceback.current_meta, marks):
-            return function(*args, **kwargs)
+        return patch.dict(traceback.current_meta, marks)
 
     def mark_saved(self, graph: fx.Graph) -> None:
         """Mark the operators that a selective policy saves."""
@@ -109,9 +114,26 @@ class CompiledGraph:
     outputs: list[Any] = field(default_factory=list)
     """The leaves that it returns, with `_TENSOR` in place of tensors."""
     is_loss: bool = False
+    sets: list[Attribute] = field(default_factory=list)
+    """The attributes that it sets, whose tensors it returns last."""
 
 
 _TENSOR = object()
+
+
+@dataclass
+class _Taken:
+    """What a compiled function takes: tensors of its module by name, attributes with tensors, and arguments."""
+
+    names: list[str]
+    attributes: list[Attribute]
+    tree: TreeSpec
+    others: list[Any]
+    """The leaves of the arguments, with `_TENSOR` in place of tensors."""
+
+    @property
+    def layout(self) -> Any:
+        return self.tree, tuple(map(repr, self.others)), tuple(attribute.layout for attribute in self.attributes)
 
 
 class Compiled:
@@ -124,10 +146,10 @@ class Compiled:
         if self._compiler.recorder.paused:
             return self._function(*args, **kwargs)  # it is part of the graph that is being captured
         leaves, tree = tree_flatten((args, kwargs))
-        state = self._state()
+        state, held = self._state(), lasting(tensor_attributes(self._module))
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        given = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        made = self._find(list(state), tree, others, given)
+        given = [*state.values(), *chain(*held.values()), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        made = self._find(_Taken(list(state), list(held), tree, others), given)
         if made is None:
             return self._function(*args, **kwargs)
         recorder = self._compiler.recorder
@@ -135,21 +157,25 @@ class Compiled:
             recorder.at("loss")
         with recorder.loss_of(args[0]) if made.is_loss else nullcontext():
             found = iter(made.call(given))
-        return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in made.outputs], made.tree)
+        output = tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in made.outputs], made.tree)
+        if self._module is not None:
+            for attribute in made.sets:
+                attribute.set(self._module, found)
+        return output
 
     def _state(self) -> dict[str, Tensor]:
         if self._module is None:
             return {}
         return parameters_as_read(self._module) | dict(self._module.named_buffers())
 
-    def _find(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph | None:
+    def _find(self, taken: _Taken, given: list[Tensor]) -> CompiledGraph | None:
         compiler = self._compiler
         whose = self._function if self._module is None else (type(self._module), repr(self._module))
-        key = (whose, tree, tuple(map(repr, others)), torch.is_grad_enabled(), *map(_layout, given))
+        key = (whose, taken.layout, torch.is_grad_enabled(), *map(_layout, given))
         if key not in compiler.made:
             try:
                 with compiler.recorder.pausing(), as_compiled():
-                    compiler.made[key] = self._capture(names, tree, others, given)
+                    compiler.made[key] = self._capture(taken, given)
             except Exception as error:  # the model does something that cannot be captured
                 compiler.made[key] = None
                 called = _called_by(self._module) if self._module is not None else []
@@ -158,28 +184,40 @@ class Compiled:
                     compiler.compile(module)
         return compiler.made[key]
 
-    def _capture(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph:
-        made = CompiledGraph(lambda tensors: [], tree)
+    def _capture(self, taken: _Taken, given: list[Tensor]) -> CompiledGraph:
+        made = CompiledGraph(lambda tensors: [], taken.tree)
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
-            state, rest = dict(zip(names, tensors, strict=False)), iter(tensors[len(names) :])
-            args, kwargs = tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in others], tree)
-            leaves, made.tree = tree_flatten(self._call(state, args, kwargs))
-            made.outputs = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            rest = iter(tensors)
+            state = dict(zip(taken.names, rest, strict=False))
+            held = [(attribute, list(islice(rest, attribute.count))) for attribute in taken.attributes]
+            args, kwargs = tree_unflatten(
+                [next(rest) if leaf is _TENSOR else leaf for leaf in taken.others], taken.tree
+            )
+            with self._lent(state, held) as changes:
+                leaves, made.tree = tree_flatten(self._function(*args, **kwargs))
+                changed = changes()
+            made.outputs, made.sets = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], list(changed)
+            return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *chain(*changed.values())]
 
         losses = self._compiler.recorder.captured_losses
-        made.call = _compile(run, names, self._compiler)
+        made.call = _compile(run, taken.names, self._compiler)
         made.call([_stand_in(tensor) for tensor in given])
         made.is_loss = self._compiler.recorder.captured_losses > losses
         return made
 
-    def _call(self, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    @contextmanager
+    def _lent(self, state: dict[str, Tensor], held: list[tuple[Attribute, list[Tensor]]]) -> Iterator[Changes]:
+        """Parameters, buffers and attributes are these tensors, and a compiler is at work."""
         from meshwright.torch_private import aot  # late, because the import takes seconds
 
-        lent = lend_tensors(self._module, state, tie_weights=True) if self._module is not None else nullcontext()
-        with lent, aot.called_compiling():
-            return self._function(*args, **kwargs)
+        module = nn.Module() if self._module is None else self._module
+        with (
+            lend_tensors(module, state, tie_weights=True),
+            attributes_lent(module, held) as changes,
+            aot.called_compiling(),
+        ):
+            yield changes
 
 
 def _called_by(module: nn.Module) -> list[nn.Module]:
@@ -221,9 +259,12 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         returned = num_fwd_outputs
         compiler.mark_saved(graph.graph)
         options["static_lifetime_input_indices"] = list(range(len(names)))
-        return aot.min_cut_rematerialization_partition(
+        parts = aot.min_cut_rematerialization_partition(
             graph, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
         )
+        for part in parts:
+            _drop_constants(part)
+        return parts
 
     def make_kernels(gm: fx.GraphModule, example_inputs: Any) -> Runner:
         kept = _kept_between(programs[0], returned) if programs else frozenset()
@@ -239,6 +280,13 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         partition_fn=cut,
         decompositions=aot.select_decomp_table(),
     )
+
+
+def _drop_constants(module: fx.GraphModule) -> None:
+    """Drop the tensors that a graph holds: their values cannot be copied without values, and nothing reads them."""
+    for node in module.graph.nodes:
+        if is_constant(node):
+            setattr(module, node.target, None)
 
 
 def _outputs(program: Program) -> list[Any]:

@@ -25,11 +25,13 @@ class Runner:
     def __init__(self, program: Program, recorder: StepRecorder, moments: dict[Key, str]) -> None:
         """`moments` maps arguments and results to the moment at which they are read or written."""
         self._program, self._recorder, self._moments = program, recorder, moments
+        # Without the values, which would be computed with.
+        self._constants: dict[Key, Any] = {(n, 0): torch.empty_like(n.meta["val"]) for n in program.constants}
 
     def __call__(self, given: list[Any]) -> list[Any]:
         memory: dict[Key, Any] = {(n, 0): value for n, value in zip(self._program.inputs, given, strict=True)}
         given.clear()
-        memory |= {(node, 0): node.meta["val"] for node in self._program.constants}
+        memory |= self._constants
         for node in self._program.unread:
             del memory[node, 0]
         for kernel in self._program.kernels:

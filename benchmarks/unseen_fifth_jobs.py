@@ -124,7 +124,7 @@ def _upernet() -> Job:
     def build() -> Any:
         from transformers import ConvNextConfig, UperNetConfig, UperNetForSemanticSegmentation
 
-        backbone = ConvNextConfig(out_features=["stage1", "stage2", "stage3", "stage4"])
+        backbone = ConvNextConfig(hidden_sizes=[96, 192, 384, 768], out_features=[f"stage{n}" for n in range(1, 5)])
         config = UperNetConfig(backbone_config=backbone, auxiliary_in_channels=384, num_labels=150)
         return UperNetForSemanticSegmentation(config)
 

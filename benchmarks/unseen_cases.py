@@ -156,4 +156,31 @@ FOURTH = (
     Case("residual-series:batch=16384", "single,fp32,compile"),
     Case("shopping:batch=512", "single,fp32"),
 )
-ROUNDS = {1: FIRST, 2: SECOND, 3: THIRD, 4: FOURTH}
+FIFTH = (
+    Case("apertus:batch=8", "single,bf16,compile"),
+    Case("hunyuan:batch=64", "fsdp,bf16,ac=selective", 8),
+    Case("olmo3:batch=8", "tp=4,bf16", 4),
+    Case("nanochat:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 0),
+    Case("nanochat:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 3),
+    Case("flex-olmo:batch=64", "hsdp=2x4,bf16", 8),
+    Case("zamba2:batch=2", "single,bf16"),
+    Case("mobilebert:batch=128", "single,bf16,compile"),
+    Case("canine:batch=256", "zero1,bf16", 8),
+    Case("pegasus-x:batch=8", "single,bf16,ac=full"),
+    Case("dinov3:batch=512", "ddp,bf16,compile", 8),
+    Case("deformable-detr:batch=16", "single,fp32"),
+    Case("upernet:batch=16", "single,bf16,compile"),
+    Case("moonshine:batch=128", "single,bf16,mb=32"),
+    Case("capsules:batch=2048", "single,fp32"),
+    Case("hash-grid:batch=32768", "single,fp32,compile"),
+    Case("faces:batch=2048", "ddp,bf16", 8),
+    Case("stereo:batch=8", "single,bf16"),
+    Case("folding:batch=24", "fsdp,bf16,ac=full", 8),
+    Case("equations:batch=32768", "single,fp32"),
+    Case("transducer:batch=64", "single,bf16"),
+    Case("pillars:batch=16", "single,bf16"),
+    Case("pixels:batch=128", "single,bf16,compile"),
+    Case("splines:batch=32768", "single,fp32,compile"),
+    Case("genome:batch=64", "zero2,bf16", 8),
+)
+ROUNDS = {1: FIRST, 2: SECOND, 3: THIRD, 4: FOURTH, 5: FIFTH}

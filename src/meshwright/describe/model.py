@@ -30,12 +30,14 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, DrawFacts, ModelFacts, ParameterFacts
 from meshwright.importing import without_garbage_collection
 from meshwright.recording.blueprint import Blueprint, record
+from meshwright.recording.caches import forgetting
 from meshwright.recording.memory import has_memory, names_of_parameters
 from meshwright.torch_private.modules import BatchNorm
 from meshwright.torch_private.tensors import storage_id
 
 
 @without_garbage_collection()
+@forgetting()
 def describe(job: Job) -> ModelFacts:
     """The facts of a job's model. Raises JobError if the job's parts do not fit each other."""
     blueprint = record(job.model, seed=0, values=False)

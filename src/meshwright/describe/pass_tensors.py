@@ -25,6 +25,7 @@ from meshwright.describe.read_values import ReadValues
 from meshwright.describe.repeats import Repeats
 from meshwright.describe.structure import map_tensors
 from meshwright.recording.blueprint import Blueprint, as_it_was, seeded, set_attributes
+from meshwright.recording.caches import forgetting
 from meshwright.recording.operation import Slot
 from meshwright.recording.report_as_cpu import is_meta, meta_of
 from meshwright.torch_private.fake_tensors import FAKE_TENSOR_LOG, FakeTensor, FakeTensorMode
@@ -55,7 +56,7 @@ def is_small(model: nn.Module) -> bool:
 
 @contextmanager
 def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert]:
-    with as_it_was(model), meta_pass(model), device():
+    with forgetting(model), as_it_was(model), meta_pass(model), device():
         yield meta_of
 
 
@@ -64,7 +65,7 @@ def on_fake(
     model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = steps_at_once
 ) -> Iterator[Convert]:
     logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
-    with as_it_was(model), mode or fake_mode() as active, device():
+    with forgetting(model), as_it_was(model), mode or fake_mode() as active, device():
         yield lambda tensor: active.from_tensor(tensor.cpu())
 
 

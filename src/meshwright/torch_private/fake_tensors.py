@@ -9,12 +9,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as inside_kernel
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "inside_kernel",

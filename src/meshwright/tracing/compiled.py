@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshwright.assemble.low_copies import parameters_as_read
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
+from meshwright.recording.caches import forgetting
 from meshwright.strategies.tensor.compiled import MADE
 from meshwright.torch_private.checkpointing import ContextFunction, run_once
 from meshwright.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
@@ -174,7 +175,7 @@ class Compiled:
         key = (whose, taken.layout, torch.is_grad_enabled(), *map(_layout, given))
         if key not in compiler.made:
             try:
-                with compiler.recorder.pausing(), as_compiled():
+                with compiler.recorder.pausing(), forgetting(self._module), as_compiled():
                     compiler.made[key] = self._capture(taken, given)
             except Exception as error:  # the model does something that cannot be captured
                 compiler.made[key] = None

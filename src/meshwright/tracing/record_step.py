@@ -33,6 +33,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Operation
 from meshwright.recording.blueprint import seeded
+from meshwright.recording.caches import forgetting
 from meshwright.strategies.data import ddp_engine
 from meshwright.strategies.norm import local
 from meshwright.torch_private.dtensor import forget_layouts
@@ -141,19 +142,20 @@ def _record_step(
     values: AbstractContextManager[None],
 ) -> Recorded:
     sample, fake_tensors = make_batch(job, SAMPLES), _DEVICES[device]
-    with _fake_world(ranks, rank) as world, seeded(0), fake_tensors(values):
+    with _fake_world(ranks, rank) as world, seeded(0), forgetting(), fake_tensors(values):
         recorder = StepRecorder(Messages(), workspaces=workspaces)
         recorder.keeps_values = not isinstance(values, nullcontext)
         allocator = recorder.ledger.allocator
         allocator.capacity = capacity
         compiler = Compiler(recorder, partial(_moments_of, facts.blocks))
-        with recorder.recording(), compiler.compiling():
+        with recorder.recording(), compiler.compiling(), ExitStack() as at_end:
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
             if device == "cuda":
                 _take_foreach(trainer.optimizer)
             recorder.messages.axes = _axes_of_groups(trainer.axes)
             engines = trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
             for engine in engines:
+                at_end.enter_context(forgetting(engine.model))
                 _name_moments(engine.model, facts, recorder)
             if observer is not None:
                 observer.attach([engine.model for engine in engines], recorder)

@@ -247,6 +247,8 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         reduce_bytes=gradient,
         # An accumulator of its own is reduced to shards when the sum is complete; DDP reduces it bucket by bucket.
         overlaps=gradient == rest or stage != 1,
+        # Such an accumulator keeps its size after it was reduced, and the whole of it is summed between stages.
+        sums_ties_whole=gradient > rest and stage < 2,
         sequence=_is_true(values.get("sequence_parallel")),
         elastic=_is_true(values.get("sequence_parallel")),
     )

@@ -116,7 +116,11 @@ class Site:
         width = self.step_layout.ranks // self.step_layout.stage_ranks
         nodes = len({place * width // self.per_node for place in places})
         return RankGroup(
-            len(places), ceil(len(places) / nodes), nodes, self.per_node if nodes == 1 else min(width, self.per_node)
+            len(places),
+            ceil(len(places) / nodes),
+            nodes,
+            self.per_node if nodes == 1 else min(width, self.per_node),
+            self.nodes,
         )
 
     @cached_property

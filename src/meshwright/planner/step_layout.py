@@ -77,6 +77,8 @@ class StepLayout:
     """Whether gradients are reduced to their shards after each micro-batch, not once a step."""
     overlaps: bool = True
     """Whether gradient communication overlaps with backward."""
+    sums_ties_whole: bool = False
+    """Whether the gradients of a parameter that several stages hold are summed whole, even if ranks shard updates."""
     elastic: bool = False
     """Whether the inputs that inner axes gather are held only by another stream, which returns them under pressure."""
     sequence: bool = True

@@ -239,10 +239,10 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
 def _tied_sums(site: Site, tied: list[tuple[tuple[int, ...], int, int]]) -> float:
     """Seconds of summing gradients of parameters that several stages hold, such as an embedding tied to the output."""
     layout, own = site.step_layout, stages_of(site.step_layout)
-    total = 0.0
+    total, over = 0.0, 1 if layout.sums_ties_whole else layout.optimizer_over
     for members, elements, inside in tied:
         places = [place for place, stages in enumerate(own) if not set(stages).isdisjoint(members)]
-        size = layout.per_rank(elements, inside, layout.optimizer_over) * layout.gradient_bytes
+        size = layout.per_rank(elements, inside, over) * layout.gradient_bytes
         total += site.time("all_reduce", size, site.stage_group(*places))
     return total
 

@@ -1,5 +1,7 @@
 """What gets worse with the number of nodes: crowded networks, and paths on which messages stall."""
 
+from functools import partial
+
 import pytest
 
 from meshwright.api.job_planner import Planner
@@ -10,8 +12,13 @@ from meshwright.facts.links import KINDS
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.collectives import group_on, seconds
+from meshwright.planner.host_costs import OURS
 from meshwright.planner.search import consider
+from meshwright.planner.site import Site
+from meshwright.planner.stage_pass import sending
+from meshwright.planner.step_layout import StepLayout
 from meshwright.planner.time import STALLED_BUCKETS
+from meshwright.strategies.model_axis import Sent
 
 SHAPE = Shape(layers=8, width=256, heads=32, kv_heads=32, feed_forward=1024, vocabulary=1024, length=128)
 EFA = KINDS["efa"]
@@ -86,3 +93,28 @@ def test_messages_between_stages_always_stall_beside_an_axis_over_four_nodes(pla
     )
     assert wide["stages"] > EFA.stall * 2 * (2048 // 8 // 2)
     assert narrow["stages"] < EFA.stall
+
+
+@pytest.mark.parametrize(
+    ("link", "ranks", "further"), [("efa", 8, 0), ("efa", 16, 1), ("efa", 32, 3), ("infiniband", 32, 0)]
+)
+def test_a_tensor_axis_waits_for_each_further_node(link: str, ranks: int, further: int) -> None:
+    hardware = hardware_of(Cluster.parse(f"16x8xH100-80GB@3200Gbps:{link}"))
+    collective = partial(seconds, hardware=hardware)
+    site = Site(
+        hardware=hardware, per_node=8, step_layout=StepLayout(micro_batch=1, micro_batches=1), collective=collective
+    )
+    group = group_on(ranks, 1, 8, 16)
+    sent = sending(site, group, (Sent(kind="all_gather", bytes=1e6, times=4),))
+    assert sent == pytest.approx(4 * (site.time("all_gather", 1e6, group) + further * EFA.wait))
+
+
+def test_hosts_of_pipelines_side_by_side_are_later(planner: Planner) -> None:
+    one, eight = (
+        step(planner, f"tp=8,pp=2:1f1b,{data},bf16,mb=1", cluster)["host"] / (2048 // ranks)
+        for data, ranks, cluster in (
+            ("ddp=1", 1, "2x8xH100-80GB@3200Gbps:efa"),
+            ("ddp=8", 8, "16x8xH100-80GB@3200Gbps:efa"),
+        )
+    )
+    assert 1.1 < eight / one < 1 + 3 * OURS.crowding

@@ -41,9 +41,13 @@ class HostCosts:
     stall: float = 200e-6
     """Added to each collective of a tensor axis if a pipeline's neighbours are on other nodes, times its ranks to the
     power of `growth`: hosts that wait for the network arrive late, and a collective waits for the last one (same sweep:
-    0.5 ms with 2 ranks, 1.1 with 4, 2.4 with 8 and 6 with 16, on 4 to 64 nodes)."""
-    growth: ClassVar[float] = 1.15
-    """Fitted to the same runs."""
+    0.5 ms with 2 ranks, 1.1 with 4, 2.2 with 8 and 5 with 16, on 4 to 64 nodes)."""
+    growth: ClassVar[float] = 1.1
+    """Fitted to the same runs, and so are the next two."""
+    apart: ClassVar[float] = 1.13
+    """How much longer an axis over several nodes waits."""
+    crowding: ClassVar[float] = 0.05
+    """How much longer hosts wait with each doubling of the pipelines that send over the same network, as a share."""
     neighbour: float = 300e-6
     """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
     two batched sends and receives."""

@@ -137,6 +137,11 @@ class Site:
             return KINDS[self.hardware.between.kind].stall
         return 0.0 if known else self.stall
 
+    def wait(self, group: RankGroup) -> float:
+        """Seconds that a collective of an inner axis waits for ranks on other nodes."""
+        known = group.nodes == 1 or is_measured(self.hardware, "between.latency")
+        return 0.0 if known else KINDS[self.hardware.between.kind].wait * (group.nodes - 1)
+
     def time(self, kind: str, size: float, group: RankGroup) -> float:
         """Seconds to communicate `size` bytes, in messages of about `MESSAGE` bytes."""
         if group.ranks == 1 or size <= 0:

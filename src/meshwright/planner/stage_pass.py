@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from meshwright.planner.collectives import RankGroup
 from meshwright.planner.kernels import moving_in_order
@@ -40,7 +41,7 @@ def stage_passes(site: Site, stage: StageWork) -> tuple[Pass, Pass]:
 def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
     compute = host_total = late_total = 0.0
     sent = dict.fromkeys(site.causes, 0.0)
-    axes = [(term.traits.mesh_name, group, _lateness(site, group.ranks)) for term, group in site.inner]
+    axes = [(term.traits.mesh_name, group, _lateness(site, group)) for term, group in site.inner]
     for unit, times in stage.counted:
         compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
         host = _launching(site, unit, backward=backward)
@@ -145,12 +146,15 @@ def _accumulating(site: Site, elements: int) -> float:
     return moving_in_order(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
 
 
-def _lateness(site: Site, ranks: int) -> float:
+def _lateness(site: Site, group: RankGroup) -> float:
     """Seconds by which the last host is late for one collective of an inner axis."""
-    crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
-    host = site.host
-    return host.stall * ranks**host.growth if crosses and not site.step_layout.compile else 0.0
+    layout, host = site.step_layout, site.host
+    if layout.compile or layout.stage_ranks == 1 or site.neighbour.nodes == 1:
+        return 0.0
+    alone: float = host.stall * group.ranks**host.growth * (host.apart if group.nodes > 1 else 1.0)
+    return alone * (1 + host.crowding * log2(layout.data))
 
 
 def sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:
-    return sum(message.times * site.time(message.kind, message.bytes, group) for message in messages)
+    wait = site.wait(group)
+    return sum(message.times * (wait + site.time(message.kind, message.bytes, group)) for message in messages)

@@ -44,11 +44,17 @@ class _Shifted(torch.autograd.Function):
         return shares.mul_(gradients[0]), None
 
 
+_PARTS = 64
+"""Parts of a batch whose exponentials are added up one after another."""
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        # The operator instead of the torch function: autocast must not cast the arguments of a fused kernel.
-        total: Tensor = torch.ops.aten.logsumexp(logits, [-1], True)
+        # The operator instead of the torch function: autocast must not cast the arguments of a fused kernel. In parts,
+        # because the operator writes all exponentials, and a fused kernel none.
+        parts = logits.split(max(1, len(logits) // _PARTS))
+        total = torch.cat([torch.ops.aten.logsumexp(part, [-1], True) for part in parts])
         ctx.save_for_backward(logits, labels, total)
         return (total - logits.gather(-1, labels[:, None])).float()
 

@@ -10,7 +10,8 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,39 +21,81 @@ from meshwright.torch_private.fake_tensors import FakeTensor, FunctionalTensor
 from meshwright.torch_private.tensors import is_meta
 
 _Cached = type(functools.cache(lambda: None))
+_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "meshwright"})
+"""Packages whose functions keep no tensors of a model."""
 _DEPTH = 4
 """From a cache to its table, an entry, a tuple that is kept, and a tensor in that."""
-_known: list[Any] | None = None
-"""The functions with caches, while a context is active: to look for them takes 60 ms."""
+
+
+class _Functions:
+    """The functions with caches in loaded modules, looked for again if more is imported."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] = []
+        self._modules = -1
+        self.users = 0
+
+    def find(self) -> list[Any]:
+        if self._modules != len(sys.modules):
+            self._found = list(_cached_functions())
+            self._modules = len(sys.modules)
+        return self._found
+
+    def forget(self) -> None:
+        self._found, self._modules = [], -1
+
+
+_functions = _Functions()
 
 
 @contextmanager
 def forgetting(model: nn.Module | None = None) -> Iterator[None]:
     """At the end, caches of functions, and dicts around a model's classes, forget tensors without values."""
-    global _known
-    outermost = _known is None
-    if _known is None:
-        _known = [found for found in gc.get_objects() if type(found) is _Cached and not _is_of_torch(found)]
+    _functions.users += 1
     try:
         yield
     finally:
-        for cached in _known:
+        for cached in _functions.find():
             if cached.cache_info().currsize and _holds_valueless(cached, _DEPTH):
                 cached.cache_clear()
         for table in _tables(model) if model is not None else ():
             for key in [key for key, value in table.items() if _is_valueless(value) or _holds_valueless(value, 2)]:
                 del table[key]
-        if outermost:
-            _known = None
+        _functions.users -= 1
+        if not _functions.users:
+            _functions.forget()
 
 
-def _is_of_torch(cached: Any) -> bool:
-    return str(getattr(cached, "__module__", "")).partition(".")[0] in ("torch", "meshwright", "sympy")
+def _cached_functions() -> Iterator[Any]:
+    """Cached functions among the variables of modules and classes, or inside functions around them."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _OTHERS:
+            continue
+        for value in list(vars(module).values()):
+            yield from _within(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for attribute in list(vars(value).values()):
+                    yield from _within(getattr(attribute, "__func__", attribute))
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if type(value) is _Cached:
+        yield value
+    elif isinstance(value, FunctionType) and value.__closure__:
+        for cell in value.__closure__:
+            with suppress(ValueError):  # it is empty
+                if type(cell.cell_contents) is _Cached:
+                    yield cell.cell_contents
 
 
 def _tables(model: nn.Module) -> list[dict[Any, Any]]:
     """The dicts among the variables of the classes of a model's modules, and of the files that define them."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_of_torch(kind)}
+    kinds = {
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if kind.__module__.partition(".")[0] not in _OTHERS
+    }
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
     places = [value for place in (*kinds, *files) for name, value in list(vars(place).items()) if name[:2] != "__"]
     return [value for value in places if type(value) is dict]

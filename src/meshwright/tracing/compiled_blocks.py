@@ -30,6 +30,8 @@ from meshwright.tracing.unit_recorder import LOSS
 
 SAMPLES = (11, 13)
 """Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
+MORE_SAMPLES = 47
+"""For a model without repeated blocks: what it holds also without samples, such as a library's workspace, drops out."""
 
 
 def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> CompiledBlocks:
@@ -39,8 +41,9 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
     period = find_period(job, stack) if stack is not None and not stack.before else None
     few, more = whole_periods(SIZES_COMPILED, period or 1)
     if stack is None or period is None or stack.blocks < more:
-        held = _trace(job, facts, strategy, SAMPLES[0]).held
-        return CompiledBlocks(kept=_share(held, [unit for unit in costs.units if unit.name != LOSS]))
+        held, more_held = (_trace(job, facts, strategy, samples).held for samples in (SAMPLES[0], MORE_SAMPLES))
+        units = [unit for unit in costs.units if unit.name != LOSS]
+        return CompiledBlocks(kept=_share(more_held - held, units, MORE_SAMPLES - SAMPLES[0]))
     small, large, wide = (
         _trace_blocks(job, facts, strategy, stack, blocks, samples)
         for blocks, samples in ((few, SAMPLES[0]), (more, SAMPLES[0]), (more, SAMPLES[1]))
@@ -107,8 +110,8 @@ def _copies(recorded: Recorded, strategy: Strategy) -> float:
     return max(causes["parameters"] for causes in recorded.peaks.values()) * low / 4 if low < 4 else 0.0
 
 
-def _share(kept: float, units: list[UnitCosts]) -> float:
-    eager = sum(unit.kept.at(SAMPLES[0]) for unit in units)
+def _share(kept: float, units: list[UnitCosts], samples: int = SAMPLES[0]) -> float:
+    eager = sum(unit.kept.at(samples) for unit in units)
     return kept / eager if eager > 0 else 1.0
 
 

@@ -26,6 +26,22 @@ class Size:
         return Size(self.fixed + other.fixed, self.each + other.each)
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """An amount that is affine for few samples and for many: its moment may be another one when there are more."""
+
+    few: Size
+    many: Size
+    most: int
+    """The most samples that are few."""
+
+    def at(self, samples: float) -> float:
+        return (self.few if samples <= self.most else self.many).at(samples)
+
+    def __add__(self, other: Size) -> Peak:
+        return Peak(self.few + other, self.many + other, self.most)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
     """One operator that launches work on the device."""
@@ -66,9 +82,9 @@ class UnitCosts:
     """Bytes still allocated when the next unit starts: what backward needs, and the output."""
     output: Size
     """Bytes of the output, which a pipeline sends if it cuts here."""
-    forward_peak: Size
+    forward_peak: Size | Peak
     """Peak bytes of its forward pass, on top of what was allocated when it started."""
-    backward_peak: Size
+    backward_peak: Size | Peak
     """Peak bytes of its backward pass, on top of what all earlier units keep; what it keeps itself is included."""
     fresh_output: Size | None = None
     """Bytes of the output that the unit makes: an attention bias that all blocks pass on takes memory once. None if it
@@ -140,9 +156,16 @@ class ModelCosts:
         )
 
 
+def _peak(values: Mapping[str, Any]) -> Size | Peak:
+    if "few" not in values:
+        return Size(**values)
+    return Peak(Size(**values["few"]), Size(**values["many"]), values["most"])
+
+
 def _unit(values: Mapping[str, Any]) -> UnitCosts:
     passes = {key: tuple(map(_kernel, values[key])) for key in ("forward", "backward")}
-    sizes = {key: Size(**values[key]) for key in ("kept", "output", "forward_peak", "backward_peak")}
+    sizes: dict[str, Size | Peak] = {key: Size(**values[key]) for key in ("kept", "output")}
+    sizes |= {key: _peak(values[key]) for key in ("forward_peak", "backward_peak")}
     if values.get("fresh_output") is not None:
         sizes["fresh_output"] = Size(**values["fresh_output"])
     return UnitCosts(**{**values, **passes, **sizes})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from meshwright.describe.read_values import ReadValues
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import MadeTensor
 from meshwright.errors import JobError, one_line
-from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
+from meshwright.facts.costs import Kernel, ModelCosts, Peak, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.precision import FORMATS
@@ -53,6 +54,10 @@ from meshwright.tracing.unit_recorder import Segment, UnitRecorder
 
 SIZES = (2, 4)
 """Samples in the two traces. With one sample, BatchNorm would have no variance."""
+MANY = 64
+"""Samples of a third trace, whose peaks may be at other moments."""
+NEARLY = 0.01
+"""Share by which the peak of many samples may differ from what the two traces say, and counts as the same."""
 
 
 @without_garbage_collection()
@@ -76,6 +81,9 @@ def measure_costs(
         recompute_blocks(blocks or [blueprint.model], recompute)
     small, large = (_trace(job, facts, blueprint, kinds, precision, samples, device) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
+    if not facts.by_value and _runs_alike(small, large):  # else a third trace would take many times as long
+        many = _trace(job, facts, blueprint, kinds, precision, MANY, device)
+        units = [_with_peaks(unit, *pair) for unit, *pair in zip(units, small, large, many, strict=True)]
     twins = [
         unit if segment.ran_as is None else replace(units[segment.ran_as], name=unit.name, parameters=unit.parameters)
         for unit, segment in zip(units, small, strict=True)
@@ -231,6 +239,27 @@ def affine_kernel(small: OperatorRun, large: OperatorRun, sizes: tuple[int, int]
 def _between(low: float, high: float, sizes: tuple[int, int] = SIZES) -> Size:
     each = (high - low) / (sizes[1] - sizes[0])
     return Size(low - each * sizes[0], each)
+
+
+def _runs_alike(small: list[Segment], large: list[Segment]) -> bool:
+    """Whether more samples are not more operators, as in a loop over samples."""
+    return all(len(one.forward) == len(other.forward) for one, other in zip(small, large, strict=True))
+
+
+def _with_peaks(unit: UnitCosts, small: Segment, large: Segment, many: Segment) -> UnitCosts:
+    """The unit with peaks that go on from the larger size to that of many samples."""
+    return replace(
+        unit,
+        forward_peak=_peak(small.forward_peak, large.forward_peak, many.forward_peak),
+        backward_peak=_peak(small.backward_peak, large.backward_peak, many.backward_peak),
+    )
+
+
+def _peak(small: float, large: float, many: float) -> Size | Peak:
+    few = _between(small, large)
+    if isclose(few.at(MANY), many, rel_tol=NEARLY):
+        return few
+    return Peak(few, _between(large, many, (SIZES[1], MANY)), SIZES[1])
 
 
 def _unit(small: Segment, large: Segment) -> UnitCosts:

@@ -141,5 +141,6 @@ def test_a_plan_carries_its_bar_and_what_was_not_tested() -> None:
 
 def test_three_in_four_blind_forecasts_by_measured_kernels_are_within_their_bar() -> None:
     rows = json.loads((DATA / "unseen_scores.json").read_text())["rows"]
-    off = sorted(abs(row["errors"]["kernels"]) for row in rows if "kernels" in row["errors"])
-    assert abs(off[int(COVERAGE * len(off))] - MEASURED_BAR) < 0.0006
+    off = [abs(row["errors"]["kernels"]) for row in rows if "kernels" in row["errors"]]
+    assert sum(error <= MEASURED_BAR for error in off) >= COVERAGE * len(off)
+    assert sum(error <= MEASURED_BAR - 0.002 for error in off) < COVERAGE * len(off)

@@ -29,6 +29,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.planner.error_bars import model_of
 from meshwright.planner.search import consider
 from meshwright.tracing import trace_step
 from meshwright.units import GIB
@@ -129,7 +130,8 @@ def score(path: Path, only: str, out: Path | None = None, *, traces: bool = True
             continue
         found = errors_of(row, account_for(row) | (trace(row) if traces else {}))
         known = {name: round(error, 5) for name, error in found.items()}
-        scored.append({name: row[name] for name in ("job", "strategy", "ranks", "rank")} | {"errors": known})
+        case = {name: row[name] for name in ("job", "strategy", "ranks", "rank")}
+        scored.append({**case, "model": model_of(planner_of(row["job"]).facts), "errors": known})
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
             if name == "traced" and "compile" in row["strategy"]:

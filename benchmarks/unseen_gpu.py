@@ -5,11 +5,13 @@
     PYTHONPATH=src python benchmarks/unseen_gpu.py kernels --json docs/data/unseen_kernels.json      # on the GPU
     PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
         --forecasts docs/data/unseen_forecasts.json    # or unseen_kernels.json
+    PYTHONPATH=src python benchmarks/unseen_gpu.py score --out docs/data/unseen_scores.json  # for error bars
 
 `--round N` takes the cases of a later round (unseen_cases.py) in place of the first's.
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
 measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.
+`score --out` writes the errors of the blind forecasts of all rounds in `SCORED`, which `error_bars.py` reads.
 `describe --facts FOLDER` elsewhere and `--facts FOLDER` with these two save the GPU the time to look at the models.
 """
 
@@ -20,7 +22,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -28,7 +30,7 @@ from unittest.mock import patch
 
 import torch
 from gpu_cases import Case, job_of
-from gpu_steps import attempt, facts_path, measure_all
+from gpu_steps import attempt, facts_of, facts_path, measure_all
 from kernel_cases import by_kernels, name_of, prepare
 from plan_gpu import account_for, errors_of, planner_of, trace
 from unseen_cases import ROUNDS
@@ -37,8 +39,15 @@ from meshwright.api import job_planner
 from meshwright.api.job_planner import Planner
 from meshwright.describe.model import describe
 from meshwright.facts.costs import ModelCosts
+from meshwright.planner.error_bars import model_of
 
+DATA = Path(__file__).parents[1] / "docs" / "data"
 LIMIT_S = 600
+SCORED = {3: "third", 4: "fourth"}
+"""Rounds that the planner's error bars are made from, and what their files are named after: those that the H200's table
+forecast, and that were measured after the forecasts were committed."""
+KEPT = {"accounted": "accounted", "reserved": "reserved", "time": "table", "kernels": "kernels"}
+"""Names of errors in the file of scores, and in `score`."""
 
 
 def forecast(case: Case) -> dict[str, Any]:
@@ -121,17 +130,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def score(measured: Path, forecasts: Path) -> None:
-    told = {name_of(row): row for row in json.loads(forecasts.read_text())["rows"]}
+    told = _by_case(forecasts)
     errors: dict[str, list[float]] = {}
     for row in json.loads(measured.read_text())["rows"]:
         if "error" in row:
             print(f"| {name_of(row)} | {row['error'][:80]} |")
             continue
-        case = told.get(name_of(row), {})
-        found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
-        for grade in ("table", "kernels"):
-            if f"{grade}_ms" in case:
-                found[grade] = case[f"{grade}_ms"] / row["step_ms"] - 1
+        found = _errors(row, told.get(name_of(row), {}))
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
         shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())
@@ -146,12 +151,55 @@ def score(measured: Path, forecasts: Path) -> None:
         )
 
 
+def _by_case(path: Path) -> dict[str, dict[str, Any]]:
+    return {name_of(row): row for row in json.loads(path.read_text())["rows"]}
+
+
+def _errors(row: dict[str, Any], case: dict[str, Any]) -> dict[str, float]:
+    """What the forecast of a case was off, as shares of what was measured."""
+    found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
+    for grade in ("table", "kernels"):
+        if f"{grade}_ms" in case:
+            found[grade] = case[f"{grade}_ms"] / row["step_ms"] - 1
+    return found
+
+
+def keep_scores(out: Path, facts: Path | None = None) -> None:
+    """Write each blind error of the rounds in `SCORED`, one row a line."""
+    rows = [row for number in SCORED for row in _scores_of(number, facts)]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    out.write_text(f'{{\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def _scores_of(number: int, facts: Path | None) -> list[dict[str, Any]]:
+    """A round's errors: memory by the account and by traces, time by the shipped table and by measured kernels."""
+    measured, told, kernels = (
+        _by_case(DATA / f"unseen_{SCORED[number]}_{what}.json") for what in ("gpu", "forecasts", "kernels")
+    )
+    rows = []
+    for name, row in measured.items():
+        if "error" in row:
+            continue
+        found = _errors(row, told.get(name, {})) | _errors(row, kernels.get(name, {}))
+        errors = {kept: round(found[key], 5) for kept, key in KEPT.items() if key in found}
+        case = {key: row[key] for key in ("job", "strategy", "ranks", "rank")}
+        rows.append({"round": number, **case, "model": _model_of(row["job"], facts), "errors": errors})
+        print(rows[-1], flush=True)
+    return rows
+
+
+@cache
+def _model_of(job: str, facts: Path | None) -> str:
+    return model_of(facts_of(job, job_of(job), facts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["forecast", "describe", "measure", "kernels", "score", "one"])
     parser.add_argument("--round", type=int, choices=sorted(ROUNDS), default=1, help="which cases (default: 1)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--forecasts", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the errors of all rounds that error bars are made from")
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--processes", type=int, default=1, help="forecasts that are made at a time (default: 1)")
     parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` and `kernels` read")
@@ -163,6 +211,8 @@ def main() -> None:
         forecast_all(options.round, options.json, options.only, options.processes)
     elif options.what == "describe":
         describe_all(options.round, options.facts, options.only)
+    elif options.what == "score" and options.out:
+        keep_scores(options.out, options.facts)
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 

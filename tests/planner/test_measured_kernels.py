@@ -17,7 +17,7 @@ from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner import kernels
 from meshwright.planner.host_costs import OURS
 from meshwright.planner.measured_kernels import KernelPrices, KernelSeconds
-from meshwright.planner.search import consider
+from meshwright.planner.search import MEASURED_BAR, consider
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import lay_out_step
 from meshwright.tracing.costs import measure_costs
@@ -180,6 +180,14 @@ def test_a_plan_takes_its_compute_from_measured_kernels(planner: Planner) -> Non
     assert (shown["time_grade"], shown["kernels"]["exact"]) == (MEASURED_KERNELS, pytest.approx(1.0))
     assert (show_plan(before)["time_grade"], show_plan(before)["kernels"]) == ("catalogue", {})
     assert Plan.from_json(after.to_json()) == after
+
+
+def test_a_plan_mostly_interpolated_has_the_usual_bar(planner: Planner) -> None:
+    costs = planner._costs["bf16", "none"]
+    usual_bar, exact, other = (
+        plan_with(planner, rows).error_bar["time"] for rows in (None, rows_of(costs, 8, 3.0), rows_of(costs, 4, 3.0))
+    )
+    assert (exact, other) == (MEASURED_BAR, usual_bar)
 
 
 def test_another_micro_batch_is_interpolated(planner: Planner) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from meshwright.facts.tensor_plan import TensorPlan
 
+VOCABULARY = 4096
+"""Classes from which on a cross entropy is over a vocabulary; ImageNet has 1,000."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
@@ -205,6 +208,11 @@ class ModelFacts:
     @property
     def unused(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.parameters if p.trainable and not p.used)
+
+    @property
+    def models_language(self) -> bool:
+        """Whether it is a stack of blocks that ends in a cross entropy over a vocabulary."""
+        return bool(self.blocks) and self.head is not None and self.head.classes >= VOCABULARY
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,6 +1,7 @@
 """What a model's code caches outside of the model is not left behind by a pass without values."""
 
 from functools import cache, lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,27 @@ class Tabled(nn.Module):
 
 def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten(), reduction="sum"), batch["x"].numel()
+
+
+class Lazy:
+    """As lazy modules and proxies are: to ask anything of it is an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ImportError(f"{name} cannot be loaded")
+
+
+LAZY = Lazy()
+
+
+class WithLazy:
+    lazy = Lazy()
+
+
+def test_lazy_objects_are_left_alone() -> None:
+    bounded(5, torch.device("meta"))
+    with forgetting(nn.Linear(2, 2)):
+        pass
+    assert bounded.cache_info().currsize == 0
 
 
 def test_functions_forget_tensors_without_values() -> None:

@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -67,21 +67,25 @@ def forgetting(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def _cached_functions() -> Iterator[Any]:
-    """Cached functions among the variables of modules and classes, or inside functions around them."""
+    """Cached functions among the variables of modules and classes, or inside functions around them.
+
+    Nothing is asked of other objects, not even their class: a lazy one would import something, or fail.
+    """
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _OTHERS:
+        if name.partition(".")[0] in _OTHERS or not issubclass(type(module), ModuleType):
             continue
         for value in list(vars(module).values()):
             yield from _within(value)
-            if isinstance(value, type) and value.__module__ == name:
+            if issubclass(type(value), type) and value.__module__ == name:
                 for attribute in list(vars(value).values()):
-                    yield from _within(getattr(attribute, "__func__", attribute))
+                    is_wrapped = type(attribute) in (staticmethod, classmethod)
+                    yield from _within(attribute.__func__ if is_wrapped else attribute)
 
 
 def _within(value: Any) -> Iterator[Any]:
     if type(value) is _Cached:
         yield value
-    elif isinstance(value, FunctionType) and value.__closure__:
+    elif type(value) is FunctionType and value.__closure__:
         for cell in value.__closure__:
             with suppress(ValueError):  # it is empty
                 if type(cell.cell_contents) is _Cached:
@@ -94,7 +98,7 @@ def _tables(model: nn.Module) -> list[dict[Any, Any]]:
         kind
         for module in model.modules()
         for kind in type(module).__mro__
-        if kind.__module__.partition(".")[0] not in _OTHERS
+        if str(kind.__module__).partition(".")[0] not in _OTHERS
     }
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
     places = [value for place in (*kinds, *files) for name, value in list(vars(place).items()) if name[:2] != "__"]
@@ -102,7 +106,7 @@ def _tables(model: nn.Module) -> list[dict[Any, Any]]:
 
 
 def _holds_valueless(holder: Any, depth: int) -> bool:
-    if depth == 0 or isinstance(holder, torch.Tensor | type | nn.Module):
+    if depth == 0 or issubclass(type(holder), torch.Tensor | type | nn.Module):
         return False
     for found in gc.get_referents(holder):
         if _is_valueless(found) or (_is_container(found) and _holds_valueless(found, depth - 1)):
@@ -115,4 +119,6 @@ def _is_container(found: Any) -> bool:
 
 
 def _is_valueless(found: Any) -> bool:
-    return isinstance(found, torch.Tensor) and (isinstance(found, FakeTensor | FunctionalTensor) or is_meta(found))
+    return issubclass(type(found), torch.Tensor) and (
+        isinstance(found, FakeTensor | FunctionalTensor) or is_meta(found)
+    )

@@ -64,17 +64,20 @@ def test_the_table_of_the_device_and_of_this_torch_is_found() -> None:
     tables = (table("2.11.0"), table("2.13.0"), table("2.12.0"), table("2.13.0", "cpu"))
     assert find_table(tables, "H200", "2.13.0") is tables[1]
     assert find_table(tables, "H200", "2.14.0") is tables[2]
+    assert find_table(tables, "H200-141GB", "2.13.0") is tables[1]
     assert find_table(tables, "A100-40GB", "2.13.0") is None
     require_device(tables, "cpu", "kernels.json")
+    require_device(tables, "h200-141gb", "kernels.json")
     with pytest.raises(BadInput, match=r"kernels.json has kernels of H200, cpu, but the cluster's device is B200"):
         require_device(tables, "B200", "kernels.json")
 
 
 def test_without_a_shipped_table_there_is_none(tmp_path: Path) -> None:
     assert shipped_table("H200", tmp_path) is None
-    write_tables(tmp_path / "H200.json", [table(host=1.0, step=1.0)])
-    found = shipped_table("H200", tmp_path)
-    assert found is not None and found.kernels and (found.host, found.step) == (0.0, 0.0)
+    write_tables(tmp_path / "H200-141GB.json", [table(host=1.0, step=1.0)])
+    for name in ("H200", "H200-141GB"):  # as users call it, and as the catalogue does
+        found = shipped_table(name, tmp_path)
+        assert found is not None and found.kernels and (found.host, found.step) == (0.0, 0.0)
 
 
 def spoil_row(key: str, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BadInput, OutputError, Unreadable
+from meshwright.facts.catalogue import catalogue_name
 from meshwright.facts.hardware import is_amount
 from meshwright.reading import Limits, read_json
 from meshwright.units import MIB
@@ -120,7 +121,7 @@ def add_table(tables: Sequence[KernelTable], new: KernelTable) -> tuple[KernelTa
 
 def find_table(tables: Sequence[KernelTable], device: str, torch: str) -> KernelTable | None:
     """The table of a device; of several, that of the PyTorch in use, or else the last one."""
-    fitting = [table for table in tables if table.device == device]
+    fitting = [table for table in tables if _full_name(table.device) == _full_name(device)]
     return next((table for table in reversed(fitting) if table.torch == torch), fitting[-1] if fitting else None)
 
 
@@ -129,16 +130,20 @@ def shipped_table(device: str, folder: Path = SHIPPED) -> KernelTable | None:
 
     `benchmarks/kernel_table.py` writes it. It says nothing about a host.
     """
-    path = folder / f"{device}.json"
-    if not path.is_file():
-        return None
-    return next((replace(table, host=0.0, step=0.0) for table in read_tables(path) if table.device == device), None)
+    path = folder / f"{_full_name(device)}.json"
+    found = find_table(read_tables(path), device, "") if path.is_file() else None
+    return None if found is None else replace(found, host=0.0, step=0.0)
+
+
+def _full_name(device: str) -> str:
+    """The catalogue's name of a device that a user may have called by a shorter one."""
+    return catalogue_name(device) or device
 
 
 def require_device(tables: Sequence[KernelTable], device: str, source: str) -> None:
     """Refuse tables that have no kernels of a cluster's device."""
     known = list(dict.fromkeys(table.device for table in tables))
-    if device not in known:
+    if _full_name(device) not in map(_full_name, known):
         raise BadInput(
             f"{source} has kernels of {', '.join(known) or 'no device'}, but the cluster's device is {device}; "
             "measure them there with `meshwright probe --kernels`, or leave --kernels out."

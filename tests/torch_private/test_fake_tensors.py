@@ -10,6 +10,7 @@ from meshwright.torch_private.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    FunctionalTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     inside_kernel,
@@ -54,3 +55,17 @@ def test_other_refusals_are_exceptions(kind: type) -> None:
 def test_refusals_are_logged_under_this_name() -> None:
     assert FAKE_TENSOR_LOG in logging.root.manager.loggerDict
     assert fake_tensors.FakeTensor.__module__ == FAKE_TENSOR_LOG
+
+
+def test_a_functionalized_tensor_is_of_this_class() -> None:
+    """AOTAutograd captures with it, so a model's caches may keep it."""
+    from torch._functorch.aot_autograd import aot_function
+
+    seen: list[type] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(type(x))
+        return x.sin()
+
+    aot_function(function, fw_compiler=lambda module, inputs: module)(torch.ones(2))
+    assert FunctionalTensor in seen

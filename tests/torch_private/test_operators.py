@@ -14,6 +14,7 @@ from meshwright.torch_private.operators import (
     CUDNN_RNN,
     CUDNN_RNN_BACKWARD,
     DEVICE_OF,
+    DISTANCES,
     EFFICIENT_ATTENTION,
     EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,
@@ -21,11 +22,19 @@ from meshwright.torch_private.operators import (
     FLASH_ATTENTION_ON_CPU,
     FUNCTIONS,
     FUSED_RMS_NORM,
+    FUSED_RMS_NORM_BACKWARD,
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_BACKWARD,
     MATH_ATTENTION,
     PACK_PADDED_SEQUENCE,
     PAD_PACKED_SEQUENCE,
+    PUT_AT_INDICES,
     READ_NUMBER,
     RESHAPE_ALIAS,
+    SAFE_SOFTMAX,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    TO_REAL_FOURIER,
     UNSAFE_VIEW,
     OpOverload,
     choose_attention,
@@ -199,3 +208,27 @@ def test_recurrent_operators_name_their_arguments() -> None:
     common = ["input", "weight", "weight_stride0", "weight_buf", "hx", "cx"]
     assert [one[:6] for one in names] == [common, common]
     assert all({"batch_first", "proj_size"} <= set(one) for one in names)
+
+
+def test_operators_behind_functions() -> None:
+    """The names under which a trace meets softmax, norms, look-ups, distances and Fourier transforms."""
+    x = torch.rand(2, 4, requires_grad=True)
+    calls = {
+        (SOFTMAX, SOFTMAX_BACKWARD): lambda: x.softmax(-1),
+        (LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD): lambda: x.log_softmax(-1),
+        (DISTANCES,): lambda: torch.cdist(x, x),
+        (TO_REAL_FOURIER,): lambda: torch.fft.irfft(torch.fft.rfft(x)),
+    }
+    for operators, function in calls.items():
+        with Operators() as mode:
+            function().square().sum().backward()
+        assert {operator.default for operator in operators} <= set(mode.seen)
+    assert torch.equal(SAFE_SOFTMAX.default(x.detach(), -1), x.detach().softmax(-1))
+    twice = PUT_AT_INDICES.default(torch.zeros(2), [torch.tensor([1, 1])], torch.ones(2), True, True)
+    assert twice.tolist() == [0.0, 2.0]
+
+
+def test_gradients_of_rms_norm_by_one_kernel() -> None:
+    x, weight = torch.ones(2, 4, device="meta"), torch.ones(4, device="meta")
+    gradients = FUSED_RMS_NORM_BACKWARD.default(x, x, [4], torch.ones(2, 1, device="meta"), weight, [True, True])
+    assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape]

@@ -9,11 +9,9 @@ from unittest.mock import patch
 
 from torch.utils import checkpoint
 
-ContextFunction = Callable[[], tuple[Any, Any]]
-
 
 @contextmanager
-def run_once(inside: Callable[[ContextFunction | None], AbstractContextManager[Any] | None]) -> Iterator[None]:
+def run_once(inside: Callable[[Callable[[], Any] | None], AbstractContextManager[Any] | None]) -> Iterator[None]:
     """Run checkpointed functions only once, in the context that `inside` returns; with None they run as usual.
 
     `inside` is given the function that makes a selective checkpoint's contexts, or None.

@@ -39,6 +39,15 @@ READ_NUMBER = _aten._local_scalar_dense.default
 """The operator behind `Tensor.item()`."""
 RESHAPE_ALIAS = _aten._reshape_alias
 UNSAFE_VIEW = _aten._unsafe_view
+FUSED_RMS_NORM_BACKWARD = _aten._fused_rms_norm_backward
+SOFTMAX = _aten._softmax
+SOFTMAX_BACKWARD = _aten._softmax_backward_data
+LOG_SOFTMAX = _aten._log_softmax
+LOG_SOFTMAX_BACKWARD = _aten._log_softmax_backward_data
+SAFE_SOFTMAX = _aten._safe_softmax
+DISTANCES = _aten._cdist_forward
+TO_REAL_FOURIER = _aten._fft_c2r
+PUT_AT_INDICES = _aten._index_put_impl_
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema:

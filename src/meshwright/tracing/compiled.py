@@ -30,7 +30,7 @@ from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
 from meshwright.recording.caches import forgetting
 from meshwright.strategies.tensor.compiled import MADE
-from meshwright.torch_private.checkpointing import ContextFunction, run_once
+from meshwright.torch_private.checkpointing import run_once
 from meshwright.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
@@ -89,7 +89,7 @@ class Compiler:
         if not isinstance(module.forward, Compiled):
             module.forward = Compiled(self, module.forward, module)
 
-    def _recomputed(self, contexts: ContextFunction | None) -> AbstractContextManager[Any] | None:
+    def _recomputed(self, contexts: Callable[[], Any] | None) -> AbstractContextManager[Any] | None:
         """While a graph is captured, mark what is to be recomputed, as the compiler does."""
         if not self.recorder.paused:
             return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.torch_private import operators
 from meshwright.tracing.convolutions import Held
 from meshwright.tracing.reductions import sum_staging
 
@@ -72,9 +73,9 @@ _ELEMENTS: dict[Any, Callable[[Any], Held]] = {
     aten.scatter_reduce_.two: _mean_of_scattered,
     aten.index_reduce.default: _mean_of_indexed,
     aten.index_reduce_.default: _mean_of_indexed,
-    aten._safe_softmax.default: lambda args: (args[0].numel(),),
+    operators.SAFE_SOFTMAX.default: lambda args: (args[0].numel(),),
     aten.im2col.default: lambda args: (_bytes(args[0]),),
-    aten._cdist_forward.default: _distances,
+    operators.DISTANCES.default: _distances,
 }
 
 

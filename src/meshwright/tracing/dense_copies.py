@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.torch_private import operators
+
 aten = torch.ops.aten
 _DENSE: dict[Any, tuple[int, ...]] = {
     aten.native_layer_norm.default: (0,),
     aten.native_layer_norm_backward.default: (0, 1),
-    aten._fused_rms_norm.default: (0,),
-    aten._fused_rms_norm_backward.default: (0, 1),
-    aten._softmax.default: (0,),
-    aten._log_softmax.default: (0,),
-    aten._log_softmax_backward_data.default: (0, 1),
+    operators.FUSED_RMS_NORM.default: (0,),
+    operators.FUSED_RMS_NORM_BACKWARD.default: (0, 1),
+    operators.SOFTMAX.default: (0,),
+    operators.LOG_SOFTMAX.default: (0,),
+    operators.LOG_SOFTMAX_BACKWARD.default: (0, 1),
     aten.embedding_dense_backward.default: (0,),
 }
 """Operators that want some of their arguments dense, in the order of the dims."""
@@ -42,9 +44,9 @@ def dense_copies(func: Any, args: Any) -> tuple[int, ...]:
         x = args[0]
         kept = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
         return () if kept else (_bytes(x),)
-    if func is aten._fft_c2r.default:
+    if func is operators.TO_REAL_FOURIER.default:
         return (_bytes(args[0]),)  # the transform writes over its input
-    if func is aten._softmax_backward_data.default:
+    if func is operators.SOFTMAX_BACKWARD.default:
         product = _bytes(args[0])  # of the gradient and the result, laid out like the gradient
         return (product, *(product for tensor in args[:2] if not tensor.is_contiguous()))
     return ()

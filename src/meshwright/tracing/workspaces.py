@@ -8,6 +8,7 @@ import torch
 
 from meshwright.describe.as_on_cuda import stands_in
 from meshwright.describe.recurrent import recurrent_workspaces
+from meshwright.torch_private import operators
 from meshwright.tracing.composed import temporaries
 from meshwright.tracing.convolutions import (
     Held,
@@ -24,7 +25,7 @@ from meshwright.tracing.reductions import reduction_staging
 aten = torch.ops.aten
 _LOOK_UPS = {
     aten.embedding_dense_backward.default: embedding_gradient,
-    aten._index_put_impl_.default: index_gradient,
+    operators.PUT_AT_INDICES.default: index_gradient,
     aten.index_put.default: index_gradient,
     aten.index_put_.default: index_gradient,
     aten.masked_scatter.default: mask_places,

@@ -68,6 +68,15 @@ class WithLazy:
     lazy = Lazy()
 
 
+def test_a_dict_keeps_the_tensors_without_values_that_it_had() -> None:
+    TABLES[0] = torch.empty(3, device="meta")
+    with forgetting(Tabled()):
+        TABLES[1] = torch.empty(3, device="meta")
+        TABLES[2] = torch.ones(3)
+    assert TABLES.keys() == {0, 2}
+    TABLES.clear()
+
+
 def test_lazy_objects_are_left_alone() -> None:
     bounded(5, torch.device("meta"))
     with forgetting(nn.Linear(2, 2)):

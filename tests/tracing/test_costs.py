@@ -1,5 +1,6 @@
 """What units of a model keep for backward."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.describe.model import describe
-from meshwright.facts.costs import ModelCosts
+from meshwright.facts.costs import ModelCosts, Peak
 from meshwright.tracing.costs import measure_costs
 
 WIDTH, TOKENS = 16, 64
@@ -130,3 +131,35 @@ def test_a_bias_that_blocks_pass_on_is_kept_once() -> None:
     assert found[0] == hidden + scores
     assert set(found[1:]) == {hidden}
     assert ModelCosts.from_json(costs.to_json()) == costs
+
+
+class TwoMoments(nn.Module):
+    """With few samples its fullest moment is a large product of weights, with many one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weights = nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = (self.weights @ self.weights).detach().exp().mean()
+        return self.second(x.detach().repeat(1, 8, 1).exp().mean(1) * scale)
+
+
+def test_the_fullest_moment_may_be_another_one_with_many_samples() -> None:
+    job = mw.Job(
+        model=TwoMoments,
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output.sum(), len(batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, TOKENS, WIDTH),
+        global_batch=4,
+    )
+    costs = measure_costs(job, describe(job), "fp32")
+    peak = next(unit for unit in costs.units if unit.name == "first").forward_peak
+    assert isinstance(peak, Peak)
+    assert peak.few.each < 0.1 * peak.many.each
+    each = 2 * 8 * TOKENS * WIDTH * 4  # repeated, and their exponentials
+    assert peak.at(256) == pytest.approx(256 * each, rel=0.1)
+    assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs

@@ -2,7 +2,7 @@
 
 A unit is one call of a block, or of a module with weights outside of blocks, with the operators that follow it; the
 loss is the last one. The affine cost model: every size is `fixed + each * samples` in the samples of a micro-batch, so
-two traces determine it for every batch size.
+two traces determine it for every batch size. Only peaks may need a third, because another moment may be the fullest.
 """
 
 from __future__ import annotations

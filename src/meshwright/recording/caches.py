@@ -50,16 +50,20 @@ _functions = _Functions()
 
 @contextmanager
 def forgetting(model: nn.Module | None = None) -> Iterator[None]:
-    """At the end, caches of functions, and dicts around a model's classes, forget tensors without values."""
+    """At the end, caches of functions, and dicts around a model's classes, forget tensors without values.
+
+    A dict keeps those that it had before: they are the user's own.
+    """
     _functions.users += 1
+    own = [(table, _valueless_keys(table)) for table in _tables(model)]
     try:
         yield
     finally:
         for cached in _functions.find():
             if cached.cache_info().currsize and _holds_valueless(cached, _DEPTH):
                 cached.cache_clear()
-        for table in _tables(model) if model is not None else ():
-            for key in [key for key, value in table.items() if _is_valueless(value) or _holds_valueless(value, 2)]:
+        for table, kept in own:
+            for key in _valueless_keys(table) - kept:
                 del table[key]
         _functions.users -= 1
         if not _functions.users:
@@ -92,11 +96,15 @@ def _within(value: Any) -> Iterator[Any]:
                     yield cell.cell_contents
 
 
-def _tables(model: nn.Module) -> list[dict[Any, Any]]:
+def _valueless_keys(table: dict[Any, Any]) -> set[Any]:
+    return {key for key, value in table.items() if _is_valueless(value) or _holds_valueless(value, 2)}
+
+
+def _tables(model: nn.Module | None) -> list[dict[Any, Any]]:
     """The dicts among the variables of the classes of a model's modules, and of the files that define them."""
     kinds = {
         kind
-        for module in model.modules()
+        for module in (model.modules() if model is not None else ())
         for kind in type(module).__mro__
         if str(kind.__module__).partition(".")[0] not in _OTHERS
     }

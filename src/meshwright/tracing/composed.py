@@ -30,25 +30,25 @@ def temporaries(func: Any, args: Any, *, sums: bool) -> list[Held]:
 def _logsumexp(x: Tensor, dims: list[int], *, sums: bool) -> list[Held]:
     """The largest is found, and then the exponentials are written and added up."""
     largest, added = (sum_staging(x, dims, x.itemsize), sum_staging(x, dims)) if sums else (0, 0)
-    return [(largest,), (_bytes(x), added)]
+    return [(largest,), (x.nbytes, added)]
 
 
 def _loss(args: Any) -> Held:
     """Losses of all elements, if they are summed or averaged."""
     reduction = args[2] if len(args) > 2 else 1
-    return (_bytes(args[0]),) if reduction else ()
+    return (args[0].nbytes,) if reduction else ()
 
 
 def _loss_of_logits(args: Any) -> Held:
     """The logarithms of the sigmoids, and the losses of all elements if they are summed or averaged."""
     reduction = args[4] if len(args) > 4 else 1
-    return (_bytes(args[0]),) * (2 if reduction else 1)
+    return (args[0].nbytes,) * (2 if reduction else 1)
 
 
 def _mean_of_indexed(args: Any) -> Held:
     """How many values each row has: ones in place of the values, and their sums."""
     onto, values, how = args[0], args[3], args[4]
-    return (_bytes(values), _bytes(onto)) if how == "mean" else ()
+    return (values.nbytes, onto.nbytes) if how == "mean" else ()
 
 
 def _mean_of_scattered(args: Any) -> Held:
@@ -61,7 +61,7 @@ def _distances(args: Any) -> Held:
     """Euclidean distances are a product, of points to which their norms are appended."""
     left, right, power = args[:3]
     by_product = power == 2 and max(left.shape[-2], right.shape[-2]) > 25
-    return (_bytes(left), _bytes(right)) if by_product else ()
+    return (left.nbytes, right.nbytes) if by_product else ()
 
 
 _ELEMENTS: dict[Any, Callable[[Any], Held]] = {
@@ -74,10 +74,6 @@ _ELEMENTS: dict[Any, Callable[[Any], Held]] = {
     aten.index_reduce.default: _mean_of_indexed,
     aten.index_reduce_.default: _mean_of_indexed,
     operators.SAFE_SOFTMAX.default: lambda args: (args[0].numel(),),
-    aten.im2col.default: lambda args: (_bytes(args[0]),),
+    aten.im2col.default: lambda args: (args[0].nbytes,),
     operators.DISTANCES.default: _distances,
 }
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize

@@ -1,6 +1,7 @@
 """Measure the `ModelCosts` of a job: one step of the plain model without values, for two micro-batch sizes.
 
-The affine cost model: bytes and operations of each unit are `constant + samples * slope`, fixed by the two sizes.
+The affine cost model: bytes and operations of each unit are `constant + samples * slope`, fixed by the two sizes. Peaks
+of many samples have another slope if another moment is the fullest then, which a third size shows.
 """
 
 from __future__ import annotations

@@ -37,17 +37,17 @@ _FACTORS: dict[Any, tuple[int, int]] = {
 def dense_copies(func: Any, args: Any) -> tuple[int, ...]:
     """Bytes of the copies, which are held together while the operator runs."""
     if func in _DENSE:
-        return tuple(_bytes(args[place]) for place in _DENSE[func] if not args[place].is_contiguous())
+        return tuple(args[place].nbytes for place in _DENSE[func] if not args[place].is_contiguous())
     if func in _FACTORS:
-        return tuple(_bytes(args[place]) for place in _FACTORS[func] if not _is_matrix(args[place]))
+        return tuple(args[place].nbytes for place in _FACTORS[func] if not _is_matrix(args[place]))
     if func in _POOLS:
         x = args[0]
         kept = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-        return () if kept else (_bytes(x),)
+        return () if kept else (x.nbytes,)
     if func is operators.TO_REAL_FOURIER.default:
-        return (_bytes(args[0]),)  # the transform writes over its input
+        return (args[0].nbytes,)  # the transform writes over its input
     if func is operators.SOFTMAX_BACKWARD.default:
-        product = _bytes(args[0])  # of the gradient and the result, laid out like the gradient
+        product = args[0].nbytes  # of the gradient and the result, laid out like the gradient
         return (product, *(product for tensor in args[:2] if not tensor.is_contiguous()))
     return ()
 
@@ -56,7 +56,3 @@ def _is_matrix(factor: Tensor) -> bool:
     """Whether cuBLAS reads the matrices in place: one dim is dense, and the other one's steps do not overlap."""
     (rows, columns), (down, across) = factor.shape[-2:], factor.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize

@@ -70,12 +70,12 @@ def by_account(row: dict[str, Any]) -> dict[str, float]:
     return {**told, "table_ms": by_table["compute_ms"]}
 
 
-def forecast_all(number: int, path: Path, only: str, processes: int) -> None:
+def forecast_all(number: int, path: Path, only: list[str], processes: int) -> None:
     """Finished cases are kept: the same command goes on."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {name_of(row) for row in rows}
     names = [name_of(vars(case)) for case in ROUNDS[number]]
-    waiting = [place for place, name in enumerate(names) if only in name and name not in done]
+    waiting = [place for place, name in enumerate(names) if _chosen(name, only) and name not in done]
     with ThreadPoolExecutor(processes) as pool:
         for row in pool.map(lambda place: _forecast_apart(number, place), waiting):
             print(_line(row), flush=True)
@@ -95,17 +95,25 @@ def _forecast_apart(number: int, place: int) -> dict[str, Any]:
     return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else _failed(case, ran.stderr[-300:])
 
 
-def describe_all(number: int, folder: Path, only: str) -> None:
+def describe_all(number: int, folder: Path, only: list[str]) -> None:
     """Write what is known of each model, so that the machine with the GPU need not find it out."""
     folder.mkdir(parents=True, exist_ok=True)
-    for text in dict.fromkeys(case.job for case in ROUNDS[number] if only in name_of(vars(case))):
+    cases = cases_of(number, only)
+    for text in dict.fromkeys(case.job for case in cases):
         path = facts_path(folder, text)
         if not path.exists():
             path.write_text(json.dumps(describe(job_of(text)).to_json()))
             print(path, flush=True)
-    for case in ROUNDS[number]:
-        if only in name_of(vars(case)):
-            _prepare(case, folder)
+    for case in cases:
+        _prepare(case, folder)
+
+
+def cases_of(number: int, only: list[str]) -> list[Case]:
+    return [case for case in ROUNDS[number] if _chosen(name_of(vars(case)), only)]
+
+
+def _chosen(name: str, only: list[str]) -> bool:
+    return any(part in name for part in only)
 
 
 def _prepare(case: Case, folder: Path) -> None:
@@ -200,7 +208,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--out", type=Path, help="file for the errors of all rounds that error bars are made from")
-    parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose text holds one of these")
     parser.add_argument("--processes", type=int, default=1, help="forecasts that are made at a time (default: 1)")
     parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` and `kernels` read")
     parser.add_argument("--case", type=int, help="number of the case, for `one`")
@@ -216,9 +224,8 @@ def main() -> None:
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 
-        chosen = [case for case in ROUNDS[options.round] if options.only in name_of(vars(case))]
         measured = partial(attempt if options.what == "measure" else by_kernels, facts=options.facts)
-        measure_all(chosen, options.json, attempt=measured)
+        measure_all(cases_of(options.round, options.only), options.json, attempt=measured)
     else:
         score(options.json, options.forecasts)
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch models of the sixth round: voices, pictures, clips, songs, texts, weather, clicks, sales and games."""
+"""Plain PyTorch models of the sixth round: voices, images, clips, songs, words, weather, clicks, sales and games."""
 
 from __future__ import annotations
 
@@ -760,7 +760,7 @@ class Demand(nn.Module):
 
 
 class Seeing(nn.Module):
-    """A convolution, a pool, and two residual units before whose convolutions the ReLUs are."""
+    """A convolution, a pool, and two residual units with ReLUs before their convolutions."""
 
     def __init__(self, before: int, width: int) -> None:
         super().__init__()
@@ -933,12 +933,11 @@ class AdaptedBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, rank: int) -> None:
         super().__init__()
-        self.heads, self.norm, inner = heads, nn.RMSNorm(width).requires_grad_(False), 8 * width // 3 // 64 * 64
+        inner = 8 * width // 3 // 64 * 64
+        self.heads, self.norm = heads, nn.RMSNorm(width).requires_grad_(False)
         self.query, self.key, self.value, self.out = (Adapted(width, width, rank) for _ in range(4))
-        self.gate, self.up, self.down = (
-            *(Adapted(width, inner, rank), Adapted(width, inner, rank)),
-            Adapted(inner, width, rank),
-        )
+        self.gate, self.up = (Adapted(width, inner, rank) for _ in range(2))
+        self.down = Adapted(inner, width, rank)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         inner = self.norm(x)

@@ -1,13 +1,32 @@
-"""What compiling a model as a whole makes of its blocks."""
+"""What compiling a model as a whole makes of its blocks, or of all of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.facts.costs import Kernel
+from meshwright.facts.costs import Kernel, Size
 
 FUSED = "fused"
 """Name of the kernels that a compiler fuses from many operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledMoment:
+    """The fullest state of a compiled step while a unit runs, or between units."""
+
+    activations: Size
+    """Bytes besides parameters, gradients, the optimizer's state and libraries' workspaces."""
+    gradients: float
+    """Share of all gradients that have been made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledModel:
+    """A whole compiled step, of a model without repeated blocks."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    moments: tuple[CompiledMoment, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +38,5 @@ class CompiledBlocks:
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     """Its kernels; none if the model's blocks differ, or could not be compiled."""
+    model: CompiledModel | None = None
+    """In place of blocks, if the model repeats none."""

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.errors import Refused
-from meshwright.facts.compiled_blocks import CompiledBlocks
+from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.host_passes import HostPasses
@@ -165,7 +165,9 @@ class StageCosts:
             if unit.kind not in made:
                 made[unit.kind] = self._unit_work(unit, case)
         work = [made[unit.kind] for unit in units]
-        if case.pieced and self._facts.head is not None:
+        if (model := self._compiled_model(case, stages)) is not None:
+            self._compile(work, model, case.micro_batch)
+        elif case.pieced and self._facts.head is not None:
             self._piece(work, case, self._facts.head)
         elif case.fuses_loss:
             # Of the unit's costs: the work's output is what a stage would send, at most that of a block.
@@ -184,6 +186,39 @@ class StageCosts:
             )
             for group, (elements, trainable, inside) in zip(groups, self._holdings(case.inner, stages), strict=True)
         )
+
+    def _compiled_model(self, case: _Case, stages: int) -> CompiledModel | None:
+        """What is known of the whole model as the compiler fuses it."""
+        if stages > 1 or not self._compiles_plainly(case):
+            return None
+        return self._compiled.get(case.policy[0], CompiledBlocks()).model
+
+    def _compile(self, work: list[UnitWork], model: CompiledModel, micro_batch: int) -> None:
+        """Change the units' costs to shares of the whole model's; their memory is held where its moments are."""
+        passes = [self._seconds(part, micro_batch, [], compiled=False) for part in (model.forward, model.backward)]
+        eager = [sum(unit.forward for unit in work) or 1.0, sum(unit.backward for unit in work) or 1.0]
+        for place, unit in enumerate(work):
+            shares = unit.forward / eager[0], unit.backward / eager[1]
+            work[place] = replace(
+                unit,
+                forward=passes[0].total * shares[0],
+                backward=passes[1].total * shares[1],
+                forward_launches=round(len(model.forward) * shares[0]),
+                backward_launches=round(len(model.backward) * shares[1]),
+                kept=0.0,
+                forward_peak=0.0,
+                backward_peak=0.0,
+                host=None,
+                kernels=passes[0] * shares[0] + passes[1] * shares[1],
+            )
+        trainable = sum(unit.trainable for unit in work)
+        for moment in model.moments:
+            place, missing = len(work) - 1, moment.gradients * trainable
+            while place > 0 and missing >= 1:
+                missing -= work[place].trainable
+                place -= 1
+            held = max(work[place].backward_peak, moment.activations.at(micro_batch))
+            work[place] = replace(work[place], backward_peak=held)
 
     def _piece(self, work: list[UnitWork], case: _Case, head: HeadFacts) -> None:
         """Change the costs of the output layer and of the loss to those of pieces."""
@@ -337,10 +372,15 @@ class StageCosts:
 
     def _compiled_kernels(self, unit: UnitCosts, case: _Case) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]] | None:
         """Forward and backward of a block as the compiler fuses it; None if that is not known."""
-        if not case.compiles_whole or not unit.is_block or case.pieced or case.policy[1] != "none":
+        if not unit.is_block or not self._compiles_plainly(case):
             return None
         known = self._compiled.get(case.policy[0])
         return (known.forward, known.backward) if known is not None and known.forward else None
+
+    @staticmethod
+    def _compiles_plainly(case: _Case) -> bool:
+        """Whether the model is compiled as one, with nothing that changes what the compiler sees."""
+        return case.compiles_whole and not case.pieced and case.policy[1] == "none"
 
     def _seconds(
         self, part: tuple[Kernel, ...], samples: float, shares: list[UnitShare], compiled: bool

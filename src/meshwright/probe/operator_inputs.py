@@ -89,8 +89,12 @@ def _filler(call: OperatorCall) -> Fill:
     others, spread = _least_size(call), call.run.kind in _PRODUCTS
     row = _dim(args) if name in _BY_ROWS else None
 
+    places = args[name.endswith("_backward") + 1] if name in _SAMPLERS else None
+
     def fill(layout: TensorLayout, storage: torch.Tensor) -> None:
-        if layout.dtype not in _INTEGERS:
+        if layout is places:
+            _fill_raster(storage.as_strided(layout.shape, layout.stride))
+        elif layout.dtype not in _INTEGERS:
             _fill_numbers(storage, spread=spread)
         elif layout.number in offsets:
             offsets[layout.number].fill(storage)
@@ -114,6 +118,16 @@ def _fill_numbers(storage: torch.Tensor, *, spread: bool) -> None:
         storage.normal_()
     else:  # bytes of fp8, uint64 seeds
         storage.view(torch.uint8).random_(0, 8)
+
+
+def _fill_raster(grid: torch.Tensor) -> None:
+    """Let each map of places run through a square, or a cube, line by line: neighbours are sampled near each other."""
+    count, dims = grid[0, ..., 0].numel(), grid.shape[-1]
+    side = max(2, round(count ** (1 / dims)))
+    order = torch.arange(count, device=grid.device).view(grid.shape[1:-1])
+    for dim in range(dims):
+        line = order // side**dim
+        grid[..., dim] = ((line if dim == dims - 1 else line % side) * (2 / side) - 1).clamp(max=1)
 
 
 def _make_runs(index: torch.Tensor, dim: int, bound: int) -> None:
@@ -199,6 +213,7 @@ def _along_dim(args: Any) -> int:
 
 
 _BAGS = frozenset(("_embedding_bag", "_embedding_bag_forward_only"))
+_SAMPLERS = ("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
 _BY_ROWS = frozenset(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"))
 _BY_PLACE = frozenset(("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"))
 _INDEXED: dict[str, Callable[[Any], int]] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo.eval_frame
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
@@ -15,8 +17,10 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = ["BackwardCFunction", "DeviceType", "StopRecomputation"]
 
-run_engine: Callable[..., Any] = Variable._execution_engine.run_backward
-"""Runs a backward pass below `Tensor.backward`, where function modes do not intercept it."""
+
+def run_engine(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass below `Tensor.backward`, where function modes do not intercept it."""
+    return Variable._execution_engine.run_backward(*args, **kwargs)
 
 
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
@@ -53,6 +57,39 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward pass that this thread runs, or -1."""
+
+
+
+def running_node() -> int | None:
+    """A number for the function whose backward runs now, if any."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def called_by_engine(depth: int = 2) -> bool:
+    """Whether a dispatch mode's handler, `depth` frames above this function, was called by autograd's engine itself.
+
+    PyTorch's wrappers around handlers are passed over.
+    """
+    frame = sys._getframe(depth)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename not in _WRAPPERS:
+            return frame.f_code in _CALLERS
+    return True  # a thread of the engine's own
+
+
+_WRAPPERS = {torch._compile.__file__, torch._dynamo.eval_frame.__file__}
+_CALLERS = {torch.autograd.graph._engine_run_backward.__code__, run_engine.__code__}
+
+
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """Whether a gradient that the engine adds to is held by nobody else, as seen from a dispatch mode's handler.
+
+    The engine then adds to it in place, but never to fake tensors.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor's own, and this one
+
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,

@@ -1,5 +1,7 @@
 """What compiling a model as a whole makes of its blocks: what they keep for backward, and their kernels.
 
+Of a model without repeated blocks, the whole step is measured, at two numbers of samples.
+
 A compiler fuses kernels and recomputes cheap results, and a library may take another path when it is compiled:
 transformers makes masks that it leaves out otherwise, and then attention takes another kernel. So both are measured for
 each model, from compiled steps with few blocks and few samples.
@@ -13,15 +15,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from meshwright.facts.compiled_blocks import CompiledBlocks
+from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel, CompiledMoment
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.tracing.block_stack import BlockStack, find_period, find_repeated_blocks, whole_periods
-from meshwright.tracing.costs import affine_kernel
+from meshwright.tracing.costs import affine, affine_kernel
 from meshwright.tracing.extrapolate import with_fewer_blocks
+from meshwright.tracing.memory import CUBLAS
 from meshwright.tracing.meter import OperatorRun
 from meshwright.tracing.record_step import Recorded, StepObserver, record_step
 from meshwright.tracing.recorder import StepRecorder
@@ -32,18 +35,23 @@ SAMPLES = (11, 13)
 """Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
 MORE_SAMPLES = 47
 """For a model without repeated blocks: what it holds also without samples, such as a library's workspace, drops out."""
+TIMES = (25, 5, 1)
+"""How many times these are taken, if the batch is large: the allocator rounds small tensors up by more."""
 
 
 def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> CompiledBlocks:
-    """Trace compiled steps. Of a model without repeated blocks, all units keep the same share, and have no kernels."""
+    """Trace compiled steps; all of the model, if it repeats no blocks."""
     strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
     stack = find_repeated_blocks(facts)
     period = find_period(job, stack) if stack is not None and not stack.before else None
     few, more = whole_periods(SIZES_COMPILED, period or 1)
     if stack is None or period is None or stack.blocks < more:
-        held, more_held = (_trace(job, facts, strategy, samples).held for samples in (SAMPLES[0], MORE_SAMPLES))
+        times = next((n for n in TIMES if 4 * n * MORE_SAMPLES <= job.global_batch), 1)
+        sizes = (times * SAMPLES[0], times * MORE_SAMPLES)
+        less, most = (_trace(job, facts, strategy, samples) for samples in sizes)
         units = [unit for unit in costs.units if unit.name != LOSS]
-        return CompiledBlocks(kept=_share(more_held - held, units, MORE_SAMPLES - SAMPLES[0]))
+        kept = _share(most.held - less.held, units, sizes[1] - sizes[0])
+        return CompiledBlocks(kept=kept, model=_model(less, most, sizes))
     small, large, wide = (
         _trace_blocks(job, facts, strategy, stack, blocks, samples)
         for blocks, samples in ((few, SAMPLES[0]), (more, SAMPLES[0]), (more, SAMPLES[1]))
@@ -68,6 +76,8 @@ class _CompiledStep(StepObserver):
     """The most bytes of activations at any moment, without the low-precision copies of the parameters."""
     held: float = 0.0
     """The same with what forward frees itself, such as the parts of a sum over all layers."""
+    moments: dict[str, Counter[str]] = field(default_factory=dict)
+    """What is held at each moment's peak, by its cause, without those copies and without libraries' workspaces."""
     _is_on: bool = False
 
     def attach(self, models: Iterable[nn.Module], recorder: StepRecorder) -> None:
@@ -99,9 +109,37 @@ def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int) -> _Co
     step.kept = max(causes["activations"] for causes in recorded.peaks.values()) - copies
     forward = [causes for moment, causes in recorded.peaks.items() if moment.startswith("forward")]
     step.held = max([step.kept, *(causes["activations"] + causes["temporary"] - copies for causes in forward)])
+    for moment, causes in recorded.peaks.items():
+        if moment.startswith(("forward", "loss", "backward")):
+            step.moments[moment] = causes - Counter(activations=copies, temporary=CUBLAS * len(_WAYS))
     if recorded.uncompiled:  # a part of the step is eager, and not among the kernels
         step.runs = {way: [] for way in _WAYS}
     return step
+
+
+def _model(less: _CompiledStep, most: _CompiledStep, sizes: tuple[int, int]) -> CompiledModel | None:
+    """The whole step from two numbers of samples; None if the compiler fuses otherwise with more samples."""
+    ways = []
+    for way in _WAYS:
+        pairs = list(zip(less.runs[way], most.runs[way], strict=False))
+        same = len(less.runs[way]) == len(most.runs[way]) and all(few.name == many.name for few, many in pairs)
+        if not (pairs and same):
+            return None
+        ways.append(tuple(affine_kernel(*pair, sizes) for pair in pairs))
+    made = max(causes["gradients"] for causes in most.moments.values()) or 1.0
+    moments = tuple(
+        CompiledMoment(
+            activations=affine(_active(less.moments[name]), _active(causes), sizes),
+            gradients=causes["gradients"] / made,
+        )
+        for name, causes in most.moments.items()
+        if name in less.moments
+    )
+    return CompiledModel(forward=ways[0], backward=ways[1], moments=moments)
+
+
+def _active(causes: Counter[str]) -> float:
+    return causes["activations"] + causes["temporary"] + causes["logits"]
 
 
 def _copies(recorded: Recorded, strategy: Strategy) -> float:

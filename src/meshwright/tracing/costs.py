@@ -223,7 +223,7 @@ class _CallOrder:
 
 def affine_kernel(small: OperatorRun, large: OperatorRun, sizes: tuple[int, int] = SIZES) -> Kernel:
     """A kernel from its work at two numbers of samples."""
-    between = partial(_between, sizes=sizes)
+    between = partial(affine, sizes=sizes)
     return Kernel(
         name=small.name,
         kind=small.kind,
@@ -237,7 +237,8 @@ def affine_kernel(small: OperatorRun, large: OperatorRun, sizes: tuple[int, int]
     )
 
 
-def _between(low: float, high: float, sizes: tuple[int, int] = SIZES) -> Size:
+def affine(low: float, high: float, sizes: tuple[int, int] = SIZES) -> Size:
+    """An amount from what it is at two numbers of samples."""
     each = (high - low) / (sizes[1] - sizes[0])
     return Size(low - each * sizes[0], each)
 
@@ -257,10 +258,10 @@ def _with_peaks(unit: UnitCosts, small: Segment, large: Segment, many: Segment) 
 
 
 def _peak(small: float, large: float, many: float) -> Size | Peak:
-    few = _between(small, large)
+    few = affine(small, large)
     if isclose(few.at(MANY), many, rel_tol=NEARLY):
         return few
-    return Peak(few, _between(large, many, (SIZES[1], MANY)), SIZES[1])
+    return Peak(few, affine(large, many, (SIZES[1], MANY)), SIZES[1])
 
 
 def _unit(small: Segment, large: Segment) -> UnitCosts:
@@ -274,9 +275,9 @@ def _unit(small: Segment, large: Segment) -> UnitCosts:
         parameters=small.parameters,
         forward=kernels(small.forward, large.forward),
         backward=kernels(small.backward, large.backward),
-        kept=_between(small.kept, large.kept),
-        output=_between(small.output, large.output),
-        fresh_output=_between(small.fresh_output, large.fresh_output),
-        forward_peak=_between(small.forward_peak, large.forward_peak),
-        backward_peak=_between(small.backward_peak, large.backward_peak),
+        kept=affine(small.kept, large.kept),
+        output=affine(small.output, large.output),
+        fresh_output=affine(small.fresh_output, large.fresh_output),
+        forward_peak=affine(small.forward_peak, large.forward_peak),
+        backward_peak=affine(small.backward_peak, large.backward_peak),
     )

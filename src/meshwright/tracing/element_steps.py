@@ -30,9 +30,10 @@ BATCH_NORMS = {"native_batch_norm": (2.9, 1.2), "native_batch_norm_backward": (5
 many channels' blocks share a processor without slowing each other down."""
 BATCH_NORMS_LAST = {"native_batch_norm": 1.66, "native_batch_norm_backward": 1.4}
 """With the channels innermost, as in a matrix of rows."""
-SCATTERED = 4.4
+SCATTERED, FAR = 4.4, 1024
 """Times the work of a batch norm's backward over (samples, channels, length) if the channels are innermost: PyTorch
-has no kernel for it in this shape, and each address is far from the one before."""
+has no kernel for it in this shape, and each address is this many bytes from the one before. With 128 bytes it takes
+1.5 times the work."""
 PROCESSORS = 132
 """Streaming multiprocessors."""
 ROWS = {"native_layer_norm": 0.66, "native_group_norm": 2.3}
@@ -43,11 +44,13 @@ AFFINE = 1.7
 AFFINE_ROW, TIMED = 1780, range(512, 1281)
 """A layer norm's sums give each processor 32 columns, and it goes through all rows: a row takes the same time with 512
 columns as with 1280. Wider rows were not timed. Narrower ones are mostly more than 65536, which processors share."""
-SHORT_ROW = 91
-"""A sum over the innermost dim takes a warp for each row, however short."""
+SHORT_ROW, WARP = 91, 32
+"""A sum over the innermost dim takes a warp for each row, however short, or a part of one if the row is shorter."""
 COLUMN_ROW = 650
 """For one row of a sum over rows: a block of 32 columns goes through all of them, so few columns leave most
 processors idle. At most one step for each element."""
+SAMPLED = {"grid_sampler_2d": 0.65, "grid_sampler_2d_backward": 1.8}
+"""For one element that is sampled, at places in the order of a raster."""
 POOLS = {"avg_pool2d": 0.56, "avg_pool2d_backward": 1.33}
 """For one element of one window: 7.3e11 and 3.1e11 a second. Backward divides to find the windows of each element."""
 COLUMNS = {"im2col": 2.2, "col2im": 4.0}
@@ -59,6 +62,12 @@ PADDINGS = ("slice_backward", "select_backward", "constant_pad_nd")
 SOFTMAX_BACKWARD = 0.55
 """For one byte of an element's dtype."""
 INDEXED = {"gather": 1.3, "scatter_add": 2.3, "scatter_add_": 2.3, "index_put": 1.6, "index_put_": 1.6}
+SORTED_INDEX, ADDED_ACROSS = 86, 66
+"""`index_put` that adds sorts its indices, and adds up the values of each place one after another. If the first dim is
+not indexed, it takes this many steps for each element: 6e9 a second (gradients of `x[:, :, i, j]`, of `x[:, i]`)."""
+ATOMIC, ATOMIC_ACROSS = 2.4, 6.0
+"""For one element that compiled code adds to memory that others add to: 1.7e11 a second for rows of a table, 7e10 where
+the first dim is not indexed, as in an interpolation's gradient, whose neighbours add to one place."""
 SORTING, UNSORTED, SCATTERING = 5.7e7, 3072, 4.4
 """Steps in the 0.14 ms that an embedding's gradient takes to sort its indices, the most that it does not sort, and
 steps to add up one element of the sorted ones."""
@@ -100,12 +109,14 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if name == "embedding_dense_backward":
         return SORTING + SCATTERING * given[0].numel() if given[-1].numel() > UNSORTED else 0.0
     if name in INDEXED:
-        return size * INDEXED[name]
+        return _adding_steps(args, size) if _adds(name, args) else size * INDEXED[name]
     if name in POOLS:
         results, x, window = (given[0], given[1], args[2]) if "backward" in name else (made[0], given[0], args[1])
         # A window may be larger than the plane, to take its mean.
         taps = prod(map(min, _pair(window), x.shape[-2:]))
         return results.numel() * taps * POOLS[name]
+    if name in SAMPLED:
+        return (given[0] if "backward" in name else made[0]).numel() * SAMPLED[name]
     if name in COLUMNS:
         return size * (COLUMNS[name] + (TRANSPOSED if name == "col2im" and not given[0].is_contiguous() else 0))
     if name in PADDINGS:
@@ -114,7 +125,25 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if torch.Tag.pointwise in func.tags or name in COPIES:
         weight = _weight(given, made[0], size)
         return size * (max(weight, MASKED) if name == "masked_fill" and weight else weight)
-    return _reduction_steps(operands, made[0], size) if made[0].numel() < size else 0.0
+    return _reduction_steps(args, operands, made[0], size) if made[0].numel() < size else 0.0
+
+
+def compiled_scatter_steps(args: Any) -> float:
+    """The steps of a scatter in compiled code, whose last tensor has the values."""
+    across = isinstance(args[1], list | tuple) and args[1][0] is None
+    values = [leaf for leaf in args if isinstance(leaf, torch.Tensor)][-1]
+    return (ATOMIC_ACROSS if across else ATOMIC) * values.numel()
+
+
+def _adds(name: str, args: Any) -> bool:
+    """Whether an `index_put` adds to what is there."""
+    return name.startswith("index_put") and len(args) > 3 and bool(args[3])
+
+
+def _adding_steps(args: Any, size: int) -> float:
+    indices = [index for index in args[1] if index is not None]
+    each = INDEXED["index_put"] if args[1][0] is not None else ADDED_ACROSS
+    return size * each + SORTED_INDEX * max(index.numel() for index in indices)
 
 
 def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
@@ -123,7 +152,8 @@ def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
         return BATCH_NORMS_LAST[name] * x.numel()
     channels = x.shape[1] if x.dim() > 1 else 1
     each, resident = BATCH_NORMS[name]
-    scattered = SCATTERED if is_innermost and "backward" in name else 1.0
+    apart = x.shape[1] * x.itemsize if is_innermost and "backward" in name else 0
+    scattered = max(1.0, SCATTERED * min(1.0, (apart / FAR) ** 0.5))
     return scattered * each * x.numel() / channels * max(PROCESSORS, channels / resident)
 
 
@@ -134,15 +164,23 @@ def _affine_steps(name: str, size: int, width: int) -> float:
     return size / width * AFFINE_ROW
 
 
-def _reduction_steps(operands: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
+def _reduction_steps(args: Any, operands: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
     """Steps of an operator whose result is smaller than its largest operand."""
     largest = next(leaf for leaf in operands if leaf.numel() == size)
     if _fastest(largest) not in (None, largest.dim() - 1):
         return size * TRANSPOSED
     if largest.dim() == 2 and result.numel() == largest.shape[1]:
         return float(min(size, largest.shape[0] * COLUMN_ROW))
-    is_innermost = result.numel() * largest.shape[-1] <= size  # the innermost dim is summed over
-    return float(result.numel() * SHORT_ROW) if is_innermost else 0.0
+    row = size / max(1, result.numel())
+    return result.numel() * SHORT_ROW * min(1.0, row / WARP) if _reduces_innermost(args, largest, result) else 0.0
+
+
+def _reduces_innermost(args: Any, largest: torch.Tensor, result: torch.Tensor) -> bool:
+    dims = args[1] if len(args) > 1 and isinstance(args[1], int | list | tuple) else None
+    if dims is None or isinstance(dims, bool):
+        return result.numel() * largest.shape[-1] <= largest.numel()
+    dims = [dims] if isinstance(dims, int) else dims
+    return not dims or largest.dim() - 1 in (dim % largest.dim() for dim in dims)
 
 
 def _pair(window: Any) -> tuple[int, ...]:

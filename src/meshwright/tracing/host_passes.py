@@ -49,8 +49,6 @@ def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.thread_tim
     """
     blueprint = record(job.model, seed=0, values=False)
     model = blueprint.model.to(META)
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        raise JobError("The model's pass cannot be timed on meta tensors: recurrent layers run step by step there.")
     set_attributes(model, blueprint.attributes, _empty)
     batch = map_tensors(meta_of, make_batch(job, SAMPLES))
     names = [*(call.name for call in facts.calls), LOSS]

@@ -18,6 +18,7 @@ from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
 from meshwright.tracing.element_steps import element_steps, grouped_steps
+from meshwright.tracing.gradient_sums import GradientSums
 from meshwright.tracing.workspaces import layout_copies, operator_workspaces
 
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
@@ -85,11 +86,14 @@ class Meter(TorchDispatchMode):
         """The most live bytes since `peak` was last reset to `live`."""
         self._ran = ran
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._gradient_sums = GradientSums()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given, made = strided_in((args, kwargs)), strided_in(result)
+        if self._gradient_sums.in_place(func, args):
+            self._take_over(args[0], result)
         for leaf in made:
             self._hold(leaf)
         for held in operator_workspaces(func, args, result, sums=False):
@@ -113,8 +117,16 @@ class Meter(TorchDispatchMode):
             return
         size = round_up(storage.nbytes(), ROUNDING)
         self._note(storage, size)
+        self._gradient_sums.note(storage_id(storage))
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Let a new tensor have the memory of an old one, which nothing reads any more."""
+        before, after = old.untyped_storage(), new.untyped_storage()
+        self._note(after, round_up(before.nbytes(), ROUNDING))
+        self._note(before, 0)
+        self._gradient_sums.note(storage_id(after))
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage_id(storage)
@@ -122,6 +134,7 @@ class Meter(TorchDispatchMode):
 
     def _forget(self, key: int, size: int) -> None:
         self._storages.pop(key, None)
+        self._gradient_sums.forget(key)
         self.live -= size
 
 

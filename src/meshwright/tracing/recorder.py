@@ -22,6 +22,7 @@ from meshwright.torch_private.modes import TorchDispatchMode, without_torch_func
 from meshwright.torch_private.operators import DEVICE_OF
 from meshwright.torch_private.tensors import storage_id
 from meshwright.torch_private.trees import tree_leaves, tree_map_only
+from meshwright.tracing.gradient_sums import GradientSums
 from meshwright.tracing.memory import Allocation, Ledger, Workspaces
 from meshwright.tracing.meter import strided_in
 from meshwright.tracing.step_counts import Messages, Operations, is_collective
@@ -53,6 +54,7 @@ class StepRecorder(TorchDispatchMode):
         self._workspaces = Workspaces(self.ledger) if workspaces else None
         self._blocks: dict[int, Allocation | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
+        self._gradient_sums = GradientSums()
         self._hosts: set[int] = set()
         self._outputs: set[int] = set()
         """Numbers of elements of the loss's inputs: a tensor of that size in backward is their gradient."""
@@ -108,6 +110,8 @@ class StepRecorder(TorchDispatchMode):
         given, made = strided_in((args, kwargs)), strided_in(found)
         if any(map(_is_meta, made)):
             return found  # made only for its shape: on a GPU it takes no memory either
+        if self._gradient_sums.in_place(func, args):
+            self._take_over(args[0], found)
         self._follow(made, on_host=bool(pinned) or self._all_on_host(given))
         self._ran(func, args, kwargs, found, given, made)
         return found
@@ -183,6 +187,17 @@ class StepRecorder(TorchDispatchMode):
                 self._blocks[key] = None
             else:
                 self._blocks[key] = self.ledger.allocate(storage.nbytes(), self._cause(tensor), self._stream())
+            self._gradient_sums.note(key)
+
+    def _take_over(self, old: Tensor, new: Tensor) -> None:
+        """Let a new tensor have the memory of an old one, which nothing reads any more."""
+        before, storage = storage_id(old.untyped_storage()), new.untyped_storage()
+        key = storage_id(storage)
+        self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+        self._blocks[key], self._blocks[before] = self._blocks[before], None
+        self._gradient_sums.note(key)
+        if before in self._hosts:
+            self._hosts.add(key)
 
     def _cause(self, tensor: Tensor) -> str:
         phase = self.step_phase
@@ -203,6 +218,7 @@ class StepRecorder(TorchDispatchMode):
     def _gone(self, key: int, storage: Any) -> None:
         block = self._blocks.pop(key)
         del self._watched[key]
+        self._gradient_sums.forget(key)
         self._hosts.discard(key)
         if block is not None and block.cause == "activations" and self.step_phase == "forward":
             block.cause = "temporary"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, fx
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.facts.compiled_blocks import FUSED
+from meshwright.tracing.element_steps import compiled_scatter_steps
 from meshwright.tracing.fusion import CompiledKernel, Program
 from meshwright.tracing.layouts import Buffer
 from meshwright.tracing.meter import OperatorRun, operator_run, strided_in
-from meshwright.tracing.nodes import Key, operator_of, values_of
+from meshwright.tracing.nodes import Key, is_scatter, operator_of, values_of
 from meshwright.tracing.recorder import StepRecorder
 
 
@@ -57,6 +59,8 @@ class Runner:
             found = kernel.node.meta["val"] if "val" in kernel.node.meta else list(values_of(kernel.node).values())
             self._recorder.ran(func, args, kwargs, found)
             run = operator_run(func, args, kwargs, found, strided_in((args, kwargs)), strided_in(found))
+            if is_scatter(kernel.node):
+                run = replace(run, steps=compiled_scatter_steps(args))
             self._recorder.operations.compiled(run, self._recorder.step_phase)
             return
         written = [self._program.buffers[key] for key in kernel.writes]

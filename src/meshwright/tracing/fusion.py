@@ -89,6 +89,8 @@ class _Fusion:
         self._inlined: dict[fx.Node, tuple[Keys, int]] = {}
         """For each value that is not written, the values it is made of, and the number of operators."""
         self._buffers: dict[Key, Buffer] = {}
+        self._copies: dict[tuple[Key, Buffer], Key] = {}
+        """Copies of matrices that products read: two products may pad one matrix alike."""
         self._roots: dict[fx.Node, Key] = {}
         """For each node, the value whose memory it is or views."""
         self._readers: dict[Key, list[fx.Node]] = {}
@@ -172,10 +174,12 @@ class _Fusion:
         self._buffers[node, 0] = padding.result
         for index, (matrix, buffer) in enumerate(zip(matrices, padding.copies, strict=True), start=1):
             if buffer is not None:
-                source, copy = self._roots[matrix], (node, -index)
-                self._buffers[copy] = buffer
-                elements = matrix.meta["val"].numel()
-                self._launch(self._find_kernel(elements, 1, {source: None}), [copy], {source: None})
+                source = self._roots[matrix]
+                copy = self._copies.setdefault((source, buffer), (node, -index))
+                if copy not in self._buffers:
+                    self._buffers[copy] = buffer
+                    elements = matrix.meta["val"].numel()
+                    self._launch(self._find_kernel(elements, 1, {source: None}), [copy], {source: None})
                 reads = {key: None for key in reads if key != source} | {copy: None}
         return reads
 

@@ -11,18 +11,26 @@ from meshwright.tracing import element_steps
 from meshwright.tracing.element_steps import (
     AFFINE,
     AFFINE_ROW,
+    ATOMIC,
+    ATOMIC_ACROSS,
     BROADCAST_CAST,
     CACHE,
     CAST,
+    COLLIDING,
     COLUMN_ROW,
     COLUMNS,
     FILLED,
     MASKED,
     POOLS,
+    RESIZED_LAST,
+    RESIZING,
+    SAMPLED,
     SCALAR_CAST,
     SCATTERED,
     SHORT_ROW,
+    SORTED_INDEX,
     TRANSPOSED,
+    compiled_scatter_steps,
 )
 from meshwright.tracing.meter import Meter, OperatorRun
 
@@ -168,15 +176,61 @@ def test_a_slices_gradient_is_filled_and_then_copied() -> None:
     assert backward.steps == pytest.approx(ROWS * 8 + SIZE * 2 * FILLED)
 
 
+def test_compiled_scatters_and_sums_at_indices_by_the_place_of_what_is_indexed() -> None:
+    index = torch.randint(64, (4096,))
+    rows, columns = empty(64, WIDTH), empty(WIDTH, 64)
+
+    def eager(base: Tensor, place: list[Tensor | None], values: Tensor, adds: bool) -> float:
+        return run(lambda base: torch.ops.aten.index_put.default(base, place, values, adds), base).steps
+
+    copied = eager(rows, [index], empty(4096, WIDTH), False)
+    added = eager(rows, [index], empty(4096, WIDTH), True)
+    across = eager(columns, [None, index], empty(WIDTH, 4096), True)
+    assert added - copied == SORTED_INDEX * 4096
+    assert across > 10 * added
+    along = compiled_scatter_steps((rows, [index], empty(4096, WIDTH), True))
+    assert along == ATOMIC * 4096 * WIDTH
+    assert compiled_scatter_steps((columns, [None, index], empty(WIDTH, 4096), True)) == along / ATOMIC * ATOMIC_ACROSS
+
+
+def test_sums_over_rows_shorter_than_a_warp_share_it() -> None:
+    def steps(length: int, dim: int) -> float:
+        return run(lambda x: x.sum(dim), empty(4096, 8, length)).steps / (4096 * 8)
+
+    assert steps(64, -1) == SHORT_ROW
+    assert steps(8, -1) == SHORT_ROW / 4
+    assert steps(2, 1) == 0  # the innermost dim stays, and is shorter than the one that is summed over
+
+
+def test_interpolation_and_sampling_by_what_each_element_is_made_of() -> None:
+    small, large = empty(2, 16, 8, 8).requires_grad_(), empty(2, 16, 32, 32)
+    upsample = torch.ops.aten.upsample_bilinear2d
+    assert run(lambda x: upsample(x, [32, 32], False), small.detach()).steps == RESIZING * large.numel()
+    back = torch.ops.aten.upsample_bilinear2d_backward
+    usual = run(lambda g: back(g, [32, 32], [2, 16, 8, 8], False), large).steps
+    last = run(lambda g: back(g, [32, 32], [2, 16, 8, 8], False), large.to(memory_format=torch.channels_last)).steps
+    assert usual == pytest.approx(4 * 4 * COLLIDING * large.numel())
+    assert last == pytest.approx(RESIZED_LAST * large.numel())
+    grid = empty(2, 32, 32, 2)
+    assert run(lambda x: F.grid_sample(x, grid, align_corners=False), empty(2, 16, 8, 8)).steps == (
+        SAMPLED["grid_sampler_2d"] * large.numel()
+    )
+
+
 def test_batch_norms_by_the_place_of_their_channels() -> None:
     def steps(x: Tensor) -> float:
-        weight = empty(256, dtype=torch.float32)
+        weight = empty(x.shape[1], dtype=torch.float32)
         rest = [x, weight, None, None, weight, weight, True, 1e-5, [True, True, True]]
         return run(lambda x: torch.ops.aten.native_batch_norm_backward(x, *rest)[0], x).steps
 
-    usual, inner = steps(empty(64, 256, 16)), steps(empty(64, 16, 256).transpose(1, 2))
+    usual, inner = steps(empty(64, 512, 16)), steps(empty(64, 16, 512).transpose(1, 2))
     assert inner == pytest.approx(SCATTERED * usual)
-    assert steps(empty(64 * 16, 256)) < usual
+    assert steps(empty(64 * 16, 512)) < usual
+    few, near = steps(empty(64, 64, 32)), steps(empty(64, 32, 64).transpose(1, 2))
+    assert few < near < SCATTERED * few
+    full, unfilled = steps(empty(64, 64, 32, 32)), steps(empty(64, 64, 28, 28))
+    assert unfilled / full == pytest.approx(1)  # two rounds of 512 threads each
+    assert steps(empty(64, 512, 32, 32)) / steps(empty(64, 512, 28, 28)) == pytest.approx(32**2 / 28**2)
 
 
 def test_a_stride_does_not_make_a_depthwise_input_gradient_cheaper() -> None:

@@ -59,7 +59,6 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward pass that this thread runs, or -1."""
 
 
-
 def running_node() -> int | None:
     """A number for the function whose backward runs now, if any."""
     node = torch._C._current_autograd_node()

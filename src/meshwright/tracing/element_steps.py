@@ -36,6 +36,9 @@ has no kernel for it in this shape, and each address is this many bytes from the
 1.5 times the work."""
 PROCESSORS = 132
 """Streaming multiprocessors."""
+NORM_THREADS = (32, 512)
+"""A batch norm goes through a channel's plane with a power of 2 of threads, at least and at most these. The last round
+is not full, which shows while few channels are computed at a time: up to two for each processor."""
 ROWS = {"native_layer_norm": 0.66, "native_group_norm": 2.3}
 ROWS |= {"_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
 ROWS_BACKWARD = {"native_layer_norm_backward": 0.9, "native_group_norm_backward": 0.9}
@@ -49,6 +52,12 @@ SHORT_ROW, WARP = 91, 32
 COLUMN_ROW = 650
 """For one row of a sum over rows: a block of 32 columns goes through all of them, so few columns leave most
 processors idle. At most one step for each element."""
+_TAPS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
+RESIZED = {f"upsample_{kind}{way}": taps for way in ("", "_backward") for kind, taps in _TAPS.items()}
+"""How many elements each new one is made of."""
+RESIZING, RESIZED_LAST, COLLIDING = 3.6, 4.8, 0.8
+"""For one new element: in forward, in backward with the channels innermost, and in backward otherwise, for each of the
+elements that it is made of and for each new one in a row that is made of them: all of these add to one place."""
 SAMPLED = {"grid_sampler_2d": 0.65, "grid_sampler_2d_backward": 1.8}
 """For one element that is sampled, at places in the order of a raster."""
 POOLS = {"avg_pool2d": 0.56, "avg_pool2d_backward": 1.33}
@@ -115,6 +124,8 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
         # A window may be larger than the plane, to take its mean.
         taps = prod(map(min, _pair(window), x.shape[-2:]))
         return results.numel() * taps * POOLS[name]
+    if name in RESIZED:
+        return _resizing_steps(name, given[0], made[0])
     if name in SAMPLED:
         return (given[0] if "backward" in name else made[0]).numel() * SAMPLED[name]
     if name in COLUMNS:
@@ -146,6 +157,14 @@ def _adding_steps(args: Any, size: int) -> float:
     return size * each + SORTED_INDEX * max(index.numel() for index in indices)
 
 
+def _resizing_steps(name: str, given: torch.Tensor, made: torch.Tensor) -> float:
+    if "backward" not in name:
+        return made.numel() * RESIZING
+    if _fastest(given) == 1:
+        return given.numel() * RESIZED_LAST
+    return given.numel() * RESIZED[name] * COLLIDING * max(1.0, given.shape[-1] / made.shape[-1])
+
+
 def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
     is_innermost = x.dim() > 1 and _fastest(x) == 1
     if is_innermost and x.dim() != 3:
@@ -154,7 +173,15 @@ def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
     each, resident = BATCH_NORMS[name]
     apart = x.shape[1] * x.itemsize if is_innermost and "backward" in name else 0
     scattered = max(1.0, SCATTERED * min(1.0, (apart / FAR) ** 0.5))
-    return scattered * each * x.numel() / channels * max(PROCESSORS, channels / resident)
+    idle = _unfilled(x[0, 0].numel()) if x.dim() > 2 and not is_innermost and channels <= 2 * PROCESSORS else 1.0
+    return idle * scattered * each * x.numel() / channels * max(PROCESSORS, channels / resident)
+
+
+def _unfilled(plane: int) -> float:
+    """How much longer the rounds of a batch norm's threads take than if the last one were full."""
+    least, most = NORM_THREADS
+    threads = min(most, max(least, 1 << (plane - 1).bit_length()))
+    return -(-plane // threads) * threads / max(1, plane)
 
 
 def _affine_steps(name: str, size: int, width: int) -> float:
@@ -176,11 +203,10 @@ def _reduction_steps(args: Any, operands: list[torch.Tensor], result: torch.Tens
 
 
 def _reduces_innermost(args: Any, largest: torch.Tensor, result: torch.Tensor) -> bool:
-    dims = args[1] if len(args) > 1 and isinstance(args[1], int | list | tuple) else None
-    if dims is None or isinstance(dims, bool):
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else args[1:2]
+    if not dims or any(type(dim) is not int for dim in dims):
         return result.numel() * largest.shape[-1] <= largest.numel()
-    dims = [dims] if isinstance(dims, int) else dims
-    return not dims or largest.dim() - 1 in (dim % largest.dim() for dim in dims)
+    return largest.dim() - 1 in (dim % largest.dim() for dim in dims)
 
 
 def _pair(window: Any) -> tuple[int, ...]:

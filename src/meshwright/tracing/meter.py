@@ -208,6 +208,8 @@ def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
         return 0
     if name in FILLS:
         return written
+    if name == "copy_":  # it does not read what it writes over
+        return written + sizes[-1]
     if name in LOOK_UPS:
         return 2 * written + sum(sizes[1:])
     if name in CHANGES_IN_PLACE:

@@ -42,7 +42,7 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.planner.error_bars import model_of
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
-LIMIT_S = 600
+LIMIT_S = 1800
 SCORED = {3: "third", 4: "fourth"}
 """Rounds that the planner's error bars are made from, and what their files are named after: those that the H200's table
 forecast, and that were measured after the forecasts were committed."""

@@ -54,6 +54,21 @@ def test_labels_are_spread_over_the_classes() -> None:
     assert len(labels.unique()) == 50
 
 
+@pytest.mark.parametrize(("shape", "places"), [((2, 3, 16, 16), (64, 64)), ((2, 3, 8, 8, 8), (5, 100, 2))])
+def test_places_in_a_map_run_through_it_line_by_line(shape: tuple[int, ...], places: tuple[int, ...]) -> None:
+    dims = len(shape) - 2
+
+    def function() -> torch.Tensor:
+        return F.grid_sample(torch.empty(shape), torch.empty(2, *places, dims), align_corners=False)
+
+    (_, grid), _ = given_to(f"grid_sampler_{dims}d", function)
+    assert grid.min() == -1 and 0.5 < grid.max() <= 1
+    order = grid[0].flatten(0, -2)
+    steps = (order[1:] - order[:-1]).abs().amax(dim=-1)
+    assert steps.median() < 0.5 and torch.equal(grid[0], grid[1])
+    assert len(order.unique(dim=0)) > 0.9 * len(order)
+
+
 def test_each_index_is_within_its_own_dim() -> None:
     def function() -> torch.Tensor:
         return torch.empty(500, 3, 40)[integers(4096), :, integers(4096)]

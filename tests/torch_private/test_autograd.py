@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.torch_private.autograd import (
@@ -15,16 +17,20 @@ from meshwright.torch_private.autograd import (
     StopRecomputation,
     at_end_of_backward,
     backward_id,
+    called_by_engine,
     direct_apply,
     engine_inside,
     engine_wrapped,
     has_accumulation_hooks,
     hooks_wrapped,
+    is_held_once,
     own_functions_given,
     own_functions_wrapped,
     run_engine,
     run_unhooked,
+    running_node,
     saves_by_hooks,
+    uses_of_one,
     wanted_by_backward,
     without_modes_in_backward,
     wrap_engine,
@@ -288,3 +294,57 @@ def test_accumulation_hooks_are_seen() -> None:
     one.register_post_accumulate_grad_hook(lambda tensor: None)
     assert has_accumulation_hooks(one)
     assert not has_accumulation_hooks(other)
+
+
+class Sums(TorchDispatchMode):
+    """What is known of each addition that runs in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        uses_of_one()
+        self.found: list[tuple[bool, bool]] = []
+        self.nodes: set[int | None] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and backward_id() != -1:
+            self.found.append((called_by_engine(depth=1), is_held_once(args[0])))
+            self.nodes.add(running_node())
+        return func(*args, **(kwargs or {}))
+
+
+class AddsItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 5
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2 + gradients[0] * 3
+
+
+def test_sums_of_the_engine_are_told_from_those_in_python() -> None:
+    with FakeTensorMode(), Sums() as sums:
+        w = torch.ones(4, requires_grad=True) * 2
+        (w.sin() + w.cos()).sum().backward()
+        v = w.detach().requires_grad_() * 1
+        run_engine(
+            ((v.sin() + v.cos()).sum(),),
+            (torch.ones(()),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        assert sums.found == [(True, True)] * 2
+        AddsItself.apply(torch.ones(4, requires_grad=True) * 2).sum().backward()
+    assert [by_engine for by_engine, _ in sums.found] == [True, True, False]
+    assert running_node() is None and None not in sums.nodes and len(sums.nodes) == 3
+
+
+def test_a_gradient_that_two_functions_wait_for_is_held_twice() -> None:
+    with FakeTensorMode(), Sums() as sums:
+        w = torch.ones(4, requires_grad=True) * 2
+        other, cosine = w * 3, w.cos()
+        ((w + other) * cosine).sum().backward()
+    assert (True, False) in sums.found

@@ -340,6 +340,18 @@ def test_a_value_that_others_read_is_not_delayed() -> None:
     assert [kernel.node is None for kernel in program.kernels] == [True, False, False, True, False]
 
 
+def test_two_products_that_pad_one_matrix_alike_share_its_copy() -> None:
+    def function(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        wide = torch.relu(x)
+        return (left @ wide).sum() + (wide @ right).sum()
+
+    with FakeTensorMode():
+        sizes = ((8192, 30522), (512, 8192), (30522, 512))
+        graph = make_fx(lambda *args: (function(*args),))(*(torch.empty(size).bfloat16() for size in sizes))
+    padded = [shape for shape in written(fuse(graph.graph)) if shape == (8192, 30528)]
+    assert len(padded) == 1
+
+
 def test_scattering_changes_what_was_made_for_it() -> None:
     def spread(x: Tensor, rows: Tensor) -> Tensor:
         return torch.ops.aten.index_put(torch.zeros(32, 4), [rows], x * 2, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.compiled_blocks import FUSED
 from meshwright.facts.strategy import Strategy
+from meshwright.tracing import trace_step
 
 
 class Wasteful(nn.Module):
@@ -39,6 +41,37 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return x
+
+
+class Uneven(nn.Module):
+    """No two layers are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (64, 640, 512, 768, 320, 64)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            for _ in range(4):
+                y = torch.sigmoid(y) * torch.tanh(y)
+            x = y
+        return x
+
+
+class Paired(nn.Module):
+    """Two lists that have to be equally long: it does not run with fewer of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(Wasteful() for _ in range(8))
+        self.scales = nn.ParameterList(torch.ones(64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer, scale in zip(self.mixers, self.scales, strict=True):
+            x = mixer(x) * scale
         return x
 
 
@@ -103,3 +136,32 @@ def test_a_path_that_only_compiled_code_takes_is_priced() -> None:
     found = planner.search_named(cluster, [Strategy.parse(text) for text in ("single,bf16", "single,bf16,compile")])
     compute = {plan.strategy.compile: plan.forecast.time["compute"] for plan in (*found.plans, *found.unfit)}
     assert compute[True] > 2 * compute[False]
+
+
+def test_a_model_without_blocks_is_accounted_as_its_whole_compiled_step() -> None:
+    planner, strategy = planner_for(Uneven, samples=4096), Strategy.parse("single,bf16,compile")
+    model = planner._compiled["bf16"].model
+    assert model is not None and {kernel.name for kernel in model.forward if kernel.kind == "other"} == {FUSED}
+    flops = sum(kernel.flops.at(64) for kernel in (*model.forward, *model.backward))
+    assert flops == pytest.approx(planner._costs["bf16", "none"].flops(64))
+    (plan,) = planner.search_named(Cluster(nodes=1, devices_per_node=1, device="H200-141GB"), [strategy]).plans
+    memory = dict(plan.forecast.memory)
+    traced = trace_step(planner.job, planner.facts, strategy, ranks=1)
+    assert sum(memory.values()) - memory["allocator"] == pytest.approx(traced.peak, rel=0.03)
+    assert {cost.kind for cost in model.backward} >= {"matmul", "other"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp,bf16,compile", "zero1,bf16,compile"])
+def test_layers_that_are_compiled_one_by_one_keep_what_they_keep_then(strategy: str) -> None:
+    planner = planner_for(Uneven, samples=4096)
+    cluster = Cluster(nodes=1, devices_per_node=8, device="H200-141GB")
+    (plan,) = planner.search_named(cluster, [Strategy.parse(strategy)]).plans
+    memory = dict(plan.forecast.memory)
+    traced = trace_step(planner.job, planner.facts, Strategy.parse(strategy), ranks=8)
+    assert sum(memory.values()) - memory["allocator"] == pytest.approx(traced.peak, rel=0.1)
+
+
+def test_a_model_that_does_not_run_with_fewer_blocks_is_measured_and_traced_whole() -> None:
+    planner, strategy = planner_for(Paired, samples=64), Strategy.parse("single,bf16,compile")
+    assert planner._compiled["bf16"].model is not None
+    assert trace_step(planner.job, planner.facts, strategy, ranks=1).peak > 0

@@ -82,10 +82,19 @@ def test_models_of_several_kinds_are_timed(job: Any) -> None:
     assert sum(map(sum, found.units.values())) > 0 and time_reference() > 0
 
 
-def test_recurrent_layers_are_refused_by_name() -> None:
-    job = replace(JOB, model=lambda: nn.LSTM(tiny_jobs.WIDTH, 4), loss=lambda output, batch: (output[0].sum(), 1))
-    with pytest.raises(JobError, match="recurrent layers"):
-        time_host_passes(job, describe(job))
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_takes_as_long_on_the_host_for_any_number_of_time_steps(kind: type[nn.RNNBase]) -> None:
+    def operators(length: int) -> float:
+        job = replace(
+            JOB,
+            model=lambda: kind(tiny_jobs.WIDTH, 4, batch_first=True),
+            inputs=lambda batch: (batch,),
+            loss=lambda output, batch: (output[0].sum(), 1),
+            sample=lambda count: torch.randn(count, length, tiny_jobs.WIDTH),
+        )
+        return sum(map(sum, time_host_passes(job, describe(job)).units.values()))
+
+    assert operators(200) < 10 * operators(2)
 
 
 def test_a_stopwatch_gives_backward_to_the_unit_that_it_returns_to() -> None:

@@ -34,6 +34,7 @@ from meshwright.planner.search import PlanContext, SearchResult, search, with_tr
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import cut_batch
 from meshwright.probe.machine import local_cluster, torch_release
+from meshwright.strategies import data_strategy
 from meshwright.tracing.costs import measure_costs
 
 UNSEEN = 1.15
@@ -192,7 +193,7 @@ class Planner:
         for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
             self.measure(precision, recompute)
         for precision in options.allowed.precisions if any(options.allowed.compile) else ():
-            self.measure_compiled(precision)
+            self.measure_compiled(precision, apart=cluster.devices > 1)
         found = candidates(self.facts, cluster, self.global_batch, options.allowed)
         return search(self.context(cluster), found, losses=options.allowed.loss)
 
@@ -206,20 +207,28 @@ class Planner:
         """Make sure that the costs are known that a strategy's account needs."""
         self.measure(strategy.precision, strategy.recompute)
         if strategy.compile:
-            self.measure_compiled(strategy.precision)
+            apart = bool(strategy.stage_axis) or data_strategy(strategy).compiles_blocks(strategy)
+            self.measure_compiled(strategy.precision, apart=apart)
 
-    def measure_compiled(self, precision: str) -> None:
-        """Make sure that it is known what compiling makes of blocks; what cannot be traced counts as eager."""
-        if precision in self._compiled or self._device == "cpu":
+    def measure_compiled(self, precision: str, *, apart: bool) -> None:
+        """Make sure that it is known what compiling makes of blocks; what cannot be traced counts as eager.
+
+        `apart`: also if each is compiled by itself.
+        """
+        if self._device == "cpu":
             return
-        from meshwright.tracing.compiled_blocks import (
-            measure_compiled_blocks,  # slow import that other plans do not need
-        )
+        from meshwright.tracing import compiled_blocks  # slow import that other plans do not need
 
+        costs = self._costs[precision, "none"]
         try:
-            self._compiled[precision] = measure_compiled_blocks(self.job, self.facts, self._costs[precision, "none"])
+            if precision not in self._compiled:
+                self._compiled[precision] = compiled_blocks.measure_compiled_blocks(self.job, self.facts, costs)
+            found = self._compiled[precision]
+            if apart and found.kept_apart is None:
+                kept = compiled_blocks.measure_blocks_apart(self.job, self.facts, costs)
+                self._compiled[precision] = replace(found, kept_apart=kept)
         except MeshwrightError as error:
-            self._compiled[precision] = CompiledBlocks()
+            self._compiled[precision] = CompiledBlocks(kept_apart=1.0)
             self.notes.append(f"The compiled model could not be traced; it is counted as an eager one: {error}")
 
     def measure(self, precision: str, recompute: str) -> None:

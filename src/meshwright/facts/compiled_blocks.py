@@ -31,10 +31,12 @@ class CompiledModel:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledBlocks:
-    """One block of a model that is compiled as a whole."""
+    """One block of a compiled model."""
 
     kept: float = 1.0
-    """Share of what an eager block keeps for backward that remains."""
+    """Share of what an eager block keeps for backward that remains, if the model is compiled as a whole."""
+    kept_apart: float | None = None
+    """The same if each block is compiled by itself; None if it was not measured."""
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     """Its kernels; none if the model's blocks differ, or could not be compiled."""

@@ -70,7 +70,7 @@ FUSED = 0.45
 """Share of the time of elementwise kernels that remains when torch.compile fuses neighbours."""
 KEPT_COMPILED = 0.84
 """Share of what a block keeps for backward that a separately compiled block keeps: cheap results are recomputed (H200,
-Llama shapes of 1.1B and 8.0B). For a model compiled as a whole, the share is measured (tracing/compiled_blocks.py)."""
+Llama shapes of 1.1B and 8.0B), where that is not measured for the model itself (tracing/compiled_blocks.py)."""
 HOPPER = ("H100", "H200", "H800", "GH200")
 
 

@@ -120,16 +120,17 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
     freed = 0 if step_layout.casts_each or step_layout.offload == "params" else step_layout.cast_bytes
     gathered = {id(unit): _gathered(step_layout, [stage], unit) for unit, _ in stage.counted}
     outside = min(gathered.values(), default=0.0)
-    before, gradients = stage.kept, 0.0
+    before, gradients, most = stage.kept, 0.0, held(stage)
     least = parameters - stage.elements * freed
-    fullest = {"parameters": least, "activations": 0.0, "gradients": held(stage), "gathered": outside}
+    fullest = {"parameters": least, "activations": 0.0, "gradients": most, "gathered": outside}
     for unit in reversed(stage.units):
         before -= unit.kept
         here = before + max(unit.backward_peak, 0.0 if gradients else unit.forward_peak)
         moment = {"parameters": parameters, "activations": here, "gradients": gradients}
         moment["gathered"] = gathered[id(unit)]
         fullest = max(fullest, moment, key=lambda one: sum(one.values()))
-        parameters, gradients = parameters - unit.elements * freed, gradients + held(unit)
+        # Units that share parameters, such as the steps of a loop, free and make each once.
+        parameters, gradients = max(least, parameters - unit.elements * freed), min(most, gradients + held(unit))
     return fullest
 
 

@@ -144,9 +144,10 @@ class StageCosts:
         """
         if not step_layout.compile or step_layout.recompute != "none":
             return 1.0
-        if step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1:
-            return kernels.KEPT_COMPILED
-        return 1.0 if step_layout.inner else self._compiled.get(step_layout.precision, CompiledBlocks()).kept
+        known = self._compiled.get(step_layout.precision, CompiledBlocks())
+        if step_layout.pieced or not step_layout.compiles_whole:
+            return kernels.KEPT_COMPILED if known.kept_apart is None else known.kept_apart
+        return 1.0 if step_layout.inner else known.kept
 
     def _fuses_loss(self, step_layout: StepLayout) -> bool:
         costs = self._costs[step_layout.precision, step_layout.recompute]

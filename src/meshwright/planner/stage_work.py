@@ -86,10 +86,14 @@ class StageWork:
 
     @cached_property
     def cast(self) -> tuple[int, int, int]:
-        """Elements that are cast and kept for backward: outside of blocks, in all blocks, in the largest block."""
+        """Elements that are cast and kept for backward: outside of blocks, in all blocks, in the largest block.
+
+        Units may share parameters, as the steps of a loop do, which are cast once.
+        """
         around = sum(unit.elements for unit in self.units if unit.multiplies and not unit.is_block)
         blocks = [unit.elements for unit in self.units if unit.multiplies and unit.is_block]
-        return around, sum(blocks), max(blocks, default=0)
+        around = min(around, self.elements)
+        return around, min(sum(blocks), self.elements - around), max(blocks, default=0)
 
     @cached_property
     def climb(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch._dynamo.eval_frame
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = ["BackwardCFunction", "DeviceType", "StopRecomputation"]
@@ -83,11 +85,31 @@ _CALLERS = {torch.autograd.graph._engine_run_backward.__code__, run_engine.__cod
 
 
 def is_held_once(tensor: torch.Tensor) -> bool:
-    """Whether a gradient that the engine adds to is held by nobody else, as seen from a dispatch mode's handler.
+    """Whether nobody else holds a gradient that the engine adds to, as a dispatch mode's handler sees its argument.
 
-    The engine then adds to it in place, but never to fake tensors.
+    The engine then adds to it in place, but never to a fake tensor. Call `uses_of_one` before, outside of backward.
     """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor's own, and this one
+    own = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor's, and this one
+    return own and tensor._use_count() == uses_of_one()
+
+
+@cache
+def uses_of_one() -> int:
+    """The references to a gradient that only the engine holds, those of the call to a handler included."""
+    found: list[int] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                found.append(args[0]._use_count())
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        twice = (x.sin(), x.cos())
+        with See():
+            torch.autograd.grad(twice, x, (torch.ones(1), torch.ones(1)))
+    return found[0]
 
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback

@@ -1,4 +1,4 @@
-"""What compiling a model as a whole makes of its blocks: what they keep for backward, and their kernels.
+"""What compiling makes of a model's blocks: what they keep for backward, and their kernels in a model compiled whole.
 
 Of a model without repeated blocks, the whole step is measured, at two numbers of samples.
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from meshwright.errors import MeshwrightError
 from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel, CompiledMoment
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.job import Job
@@ -35,30 +36,98 @@ SAMPLES = (11, 13)
 """Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
 MORE_SAMPLES = 47
 """For a model without repeated blocks: what it holds also without samples, such as a library's workspace, drops out."""
+APART = 2
+"""Ranks of a step whose blocks are compiled one by one, as data strategies compile them."""
 TIMES = (25, 5, 1)
 """How many times these are taken, if the batch is large: the allocator rounds small tensors up by more."""
 
 
 def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> CompiledBlocks:
-    """Trace compiled steps; all of the model, if it repeats no blocks."""
+    """Trace compiled steps of one process; all of the model, if it repeats no blocks."""
     strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
+    repeated = _find_repeated(job, facts)
+    if repeated is not None:
+        try:
+            small, large, wide = (
+                _trace_blocks(job, facts, strategy, repeated, blocks, samples)
+                for blocks, samples in (
+                    (repeated.few, SAMPLES[0]),
+                    (repeated.more, SAMPLES[0]),
+                    (repeated.more, SAMPLES[1]),
+                )
+            )
+            return _of_blocks(repeated, costs, small, large, wide)
+        except MeshwrightError:
+            raise
+        except Exception:  # the model does not run with fewer blocks
+            pass
+    sizes = _sizes(job)
+    less, most = (_trace(job, facts, strategy, samples) for samples in sizes)
+    kept = _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
+    return CompiledBlocks(kept=kept, model=_model(less, most, sizes))
+
+
+def measure_blocks_apart(job: Job, facts: ModelFacts, costs: ModelCosts) -> float:
+    """Share of what eager blocks keep for backward that remains if each is compiled by itself."""
+    strategy = refuse_trace(job, facts, Strategy.parse(f"ddp,{costs.precision},compile"), APART, "cuda")
+    repeated = _find_repeated(job, facts)
+    if repeated is not None:
+        try:
+            small, large = (
+                _trace_blocks(job, facts, strategy, repeated, blocks, SAMPLES[0], APART)
+                for blocks in (repeated.few, repeated.more)
+            )
+            return _share(large.kept - small.kept, repeated.added(costs))
+        except MeshwrightError:
+            raise
+        except Exception:  # the model does not run with fewer blocks
+            pass
+    sizes = _sizes(job)
+    less, most = (_trace(job, facts, strategy, samples, APART) for samples in sizes)
+    return _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """The blocks that a model repeats, and two smaller numbers of them."""
+
+    stack: BlockStack
+    few: int
+    more: int
+
+    def added(self, costs: ModelCosts) -> list[UnitCosts]:
+        """The eager blocks that the larger number has more."""
+        count, name = self.stack.blocks, self.stack.name
+        ends = [f"{name}.{place}" for place in range(count - self.more + self.few, count)]
+        return [unit for unit in costs.units if unit.name in ends]
+
+
+def _find_repeated(job: Job, facts: ModelFacts) -> _Repeated | None:
     stack = find_repeated_blocks(facts)
     period = find_period(job, stack) if stack is not None and not stack.before else None
-    few, more = whole_periods(SIZES_COMPILED, period or 1)
-    if stack is None or period is None or stack.blocks < more:
-        times = next((n for n in TIMES if 4 * n * MORE_SAMPLES <= job.global_batch), 1)
-        sizes = (times * SAMPLES[0], times * MORE_SAMPLES)
-        less, most = (_trace(job, facts, strategy, samples) for samples in sizes)
-        units = [unit for unit in costs.units if unit.name != LOSS]
-        kept = _share(most.held - less.held, units, sizes[1] - sizes[0])
-        return CompiledBlocks(kept=kept, model=_model(less, most, sizes))
-    small, large, wide = (
-        _trace_blocks(job, facts, strategy, stack, blocks, samples)
-        for blocks, samples in ((few, SAMPLES[0]), (more, SAMPLES[0]), (more, SAMPLES[1]))
-    )
-    ends = [f"{stack.name}.{place}" for place in range(stack.blocks - more + few, stack.blocks)]
-    kept = _share(large.kept - small.kept, [unit for unit in costs.units if unit.name in ends])
-    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way], more - few) for way in _WAYS)
+    if stack is None or period is None:
+        return None
+    few, more = whole_periods(SIZES_COMPILED, period)
+    return _Repeated(stack, few, more) if stack.blocks >= more else None
+
+
+def _sizes(job: Job) -> tuple[int, int]:
+    """Two numbers of samples for a model without repeated blocks."""
+    times = next((n for n in TIMES if 4 * n * MORE_SAMPLES <= job.global_batch), 1)
+    return times * SAMPLES[0], times * MORE_SAMPLES
+
+
+def _units(costs: ModelCosts) -> list[UnitCosts]:
+    return [unit for unit in costs.units if unit.name != LOSS]
+
+
+def _of_blocks(
+    repeated: _Repeated, costs: ModelCosts, small: _CompiledStep, large: _CompiledStep, wide: _CompiledStep
+) -> CompiledBlocks:
+    """One block, from steps with fewer and more of them, and with more samples."""
+    blocks = repeated.more - repeated.few
+    kept = _share(large.kept - small.kept, repeated.added(costs))
+    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way], blocks) for way in _WAYS)
     if not (forward and backward):
         return CompiledBlocks(kept=kept)
     return CompiledBlocks(kept=kept, forward=forward, backward=backward)
@@ -95,16 +164,17 @@ class _CompiledStep(StepObserver):
 
 
 def _trace_blocks(
-    job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, blocks: int, samples: int
+    job: Job, facts: ModelFacts, strategy: Strategy, repeated: _Repeated, blocks: int, samples: int, ranks: int = 1
 ) -> _CompiledStep:
-    shorter = with_fewer_blocks(replace(job, global_batch=samples), facts, strategy, stack, blocks)
-    assert shorter is not None  # a single process has no stages that could lack blocks
-    return _trace(shorter.job, shorter.facts, strategy, samples)
+    shorter = with_fewer_blocks(replace(job, global_batch=samples), facts, strategy, repeated.stack, blocks)
+    assert shorter is not None  # without a pipeline, no stages could lack blocks
+    return _trace(shorter.job, shorter.facts, strategy, samples, ranks)
 
 
-def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int) -> _CompiledStep:
+def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int, ranks: int = 1) -> _CompiledStep:
+    """`samples` are those of each rank."""
     step = _CompiledStep()
-    recorded = record_step(replace(job, global_batch=samples), facts, strategy, 1, 0, observer=step)
+    recorded = record_step(replace(job, global_batch=ranks * samples), facts, strategy, ranks, 0, observer=step)
     copies = _copies(recorded, strategy)
     step.kept = max(causes["activations"] for causes in recorded.peaks.values()) - copies
     forward = [causes for moment, causes in recorded.peaks.items() if moment.startswith("forward")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.torch_private.autograd import backward_id, called_by_engine, is_held_once, running_node
+from meshwright.torch_private.autograd import backward_id, called_by_engine, is_held_once, running_node, uses_of_one
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.layouts import buffer_of
 
@@ -21,6 +21,7 @@ class GradientSums:
     def __init__(self) -> None:
         self._made_by: dict[int, int | None] = {}
         """For each storage made in backward, the number of the function whose backward made it."""
+        uses_of_one()
 
     def note(self, storage: int) -> None:
         """A storage was made now."""

@@ -98,7 +98,12 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
     if blocks <= small + large + 1:
         return None
     shorter = [with_fewer_blocks(job, facts, strategy, stack, size) for size in (small, large)]
-    records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
+    try:
+        records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
+    except MeshwrightError:
+        raise
+    except Exception:  # the model does not run with fewer blocks
+        return None
     return extrapolate(*records, sizes=(small, large), to=blocks) if len(records) == 2 else None
 
 

@@ -90,7 +90,7 @@ def is_held_once(tensor: torch.Tensor) -> bool:
     The engine then adds to it in place, but never to a fake tensor. Call `uses_of_one` before, outside of backward.
     """
     own = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor's, and this one
-    return own and tensor._use_count() == uses_of_one()
+    return own and tensor._use_count() == uses_of_one()  # type: ignore[attr-defined]
 
 
 @cache

@@ -181,7 +181,7 @@ def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int, ranks:
     step.held = max([step.kept, *(causes["activations"] + causes["temporary"] - copies for causes in forward)])
     for moment, causes in recorded.peaks.items():
         if moment.startswith(("forward", "loss", "backward")):
-            step.moments[moment] = causes - Counter(activations=copies, temporary=CUBLAS * len(_WAYS))
+            step.moments[moment] = causes - Counter({"activations": round(copies), "temporary": CUBLAS * len(_WAYS)})
     if recorded.uncompiled:  # a part of the step is eager, and not among the kernels
         step.runs = {way: [] for way in _WAYS}
     return step

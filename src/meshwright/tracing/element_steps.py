@@ -8,7 +8,7 @@ element relative to that, from kernels that were timed alone on an H200 (4.1e11 
 
 from __future__ import annotations
 
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if name in RESIZED:
         return _resizing_steps(name, given[0], made[0])
     if name in SAMPLED:
-        return (given[0] if "backward" in name else made[0]).numel() * SAMPLED[name]
+        return float((given[0] if "backward" in name else made[0]).numel() * SAMPLED[name])
     if name in COLUMNS:
         return size * (COLUMNS[name] + (TRANSPOSED if name == "col2im" and not given[0].is_contiguous() else 0))
     if name in PADDINGS:
@@ -154,7 +154,8 @@ def _adds(name: str, args: Any) -> bool:
 def _adding_steps(args: Any, size: int) -> float:
     indices = [index for index in args[1] if index is not None]
     each = INDEXED["index_put"] if args[1][0] is not None else ADDED_ACROSS
-    return size * each + SORTED_INDEX * max(index.numel() for index in indices)
+    sorted_first: int = max(index.numel() for index in indices)
+    return size * each + SORTED_INDEX * sorted_first
 
 
 def _resizing_steps(name: str, given: torch.Tensor, made: torch.Tensor) -> float:
@@ -172,7 +173,7 @@ def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
     channels = x.shape[1] if x.dim() > 1 else 1
     each, resident = BATCH_NORMS[name]
     apart = x.shape[1] * x.itemsize if is_innermost and "backward" in name else 0
-    scattered = max(1.0, SCATTERED * min(1.0, (apart / FAR) ** 0.5))
+    scattered = max(1.0, SCATTERED * min(1.0, sqrt(apart / FAR)))
     idle = _unfilled(x[0, 0].numel()) if x.dim() > 2 and not is_innermost and channels <= 2 * PROCESSORS else 1.0
     return idle * scattered * each * x.numel() / channels * max(PROCESSORS, channels / resident)
 

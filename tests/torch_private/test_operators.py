@@ -21,6 +21,8 @@ from meshwright.torch_private.operators import (
     FLASH_ATTENTION_BACKWARD,
     FLASH_ATTENTION_ON_CPU,
     FUNCTIONS,
+    FUSED_GRU_CELL,
+    FUSED_LSTM_CELL,
     FUSED_RMS_NORM,
     FUSED_RMS_NORM_BACKWARD,
     LOG_SOFTMAX,
@@ -232,3 +234,12 @@ def test_gradients_of_rms_norm_by_one_kernel() -> None:
     x, weight = torch.ones(2, 4, device="meta"), torch.ones(4, device="meta")
     gradients = FUSED_RMS_NORM_BACKWARD.default(x, x, [4], torch.ones(2, 1, device="meta"), weight, [True, True])
     assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape]
+
+
+def test_fused_cells_take_gates_states_and_biases() -> None:
+    lstm, gru = (
+        [argument.name for argument in schema_of(one.default).arguments] for one in (FUSED_LSTM_CELL, FUSED_GRU_CELL)
+    )
+    assert lstm == ["input_gates", "hidden_gates", "cx", "input_bias", "hidden_bias"]
+    assert gru == ["input_gates", "hidden_gates", "hx", "input_bias", "hidden_bias"]
+    assert [len(schema_of(one.default).returns) for one in (FUSED_LSTM_CELL, FUSED_GRU_CELL)] == [3, 2]

@@ -9,6 +9,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), cuDNN's (masks), efficient or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
+| `lstm_cell`, `gru_cell` | composed of a dozen operators | two products and one kernel, which saves both |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype; of 0, a copy | a mask of bools; of 0, its input |
 | `batch_norm`, not in bf16 | saves its input | saves a dense copy of one that is not dense, such as a transposed one |
@@ -37,6 +38,7 @@ from torch.nn.attention import SDPBackend
 from meshwright.describe.ctc import ctc_loss
 from meshwright.describe.dtypes import HALF
 from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn, packed_on_cudnn
+from meshwright.describe.recurrent_cells import WITHOUT_VALUES, gru_cell, lstm_cell
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
 from meshwright.torch_private.autograd import direct_apply
@@ -68,7 +70,11 @@ def composites_as_on_cuda() -> Iterator[None]:
     _active += 1
     kernels = {(name, key): kernel for name, kernel in _COMPOSITES.items() for key in ("AutogradCPU", "AutogradMeta")}
     try:
-        with operators.replaced_kernels(kernels | _RECURRENT_BACKWARD) if _active == 1 else nullcontext():
+        with (
+            operators.replaced_kernels(kernels | _RECURRENT_BACKWARD | WITHOUT_VALUES)
+            if _active == 1
+            else nullcontext()
+        ):
             yield
     finally:
         _active -= 1
@@ -337,6 +343,8 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     **{f"{name}.input": on_cudnn(name) for name in MODES},
     **{f"{name}.data": _if_sizes_known(name) for name in MODES},
+    "lstm_cell": lstm_cell,
+    "gru_cell": gru_cell,
     "ctc_loss.Tensor": ctc_loss,
     "ctc_loss.IntList": ctc_loss,
 }

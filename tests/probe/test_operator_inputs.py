@@ -69,6 +69,18 @@ def test_places_in_a_map_run_through_it_line_by_line(shape: tuple[int, ...], pla
     assert len(order.unique(dim=0)) > 0.9 * len(order)
 
 
+@pytest.mark.parametrize(("pool", "shape"), [(F.max_pool2d, (2, 3, 8, 12)), (F.max_pool3d, (2, 3, 4, 8, 12))])
+def test_each_window_of_a_pooled_plane_has_its_own_maximum(pool: Callable[..., Any], shape: tuple[int, ...]) -> None:
+    def function() -> None:
+        x = torch.empty(shape, requires_grad=True)
+        pool(x, 2).sum().backward()
+
+    given, _ = given_to(f"{pool.__name__}_with_indices_backward", function)
+    index = given[-1][0, 0]
+    expected = pool(-torch.arange(float(torch.Size(shape[2:]).numel())).view(1, 1, *shape[2:]), 2, return_indices=True)
+    assert torch.equal(index, expected[1][0, 0])
+
+
 def test_each_index_is_within_its_own_dim() -> None:
     def function() -> torch.Tensor:
         return torch.empty(500, 3, 40)[integers(4096), :, integers(4096)]

@@ -19,6 +19,7 @@ from meshwright.tracing.element_steps import (
     COLLIDING,
     COLUMN_ROW,
     COLUMNS,
+    FASTER,
     FILLED,
     MASKED,
     POOLS,
@@ -243,3 +244,13 @@ def test_a_stride_does_not_make_a_depthwise_input_gradient_cheaper() -> None:
         return next(one.steps for one in found if one.name == "convolution_backward")
 
     assert backward(2) / backward(1) == pytest.approx((1 / 4 + 1) / 2)
+
+
+def test_groups_of_several_channels_are_computed_by_matrix_units_in_16_bits() -> None:
+    def steps(channels: int, dtype: torch.dtype) -> float:
+        x = empty(2, 8 * channels, 16, 16, dtype=dtype)
+        return run(lambda x: F.conv2d(x, empty(8 * channels, channels, 3, 3, dtype=dtype), groups=8), x).steps
+
+    each = [steps(channels, torch.bfloat16) / channels**2 for channels in (2, 4)]
+    assert each[0] / each[1] == pytest.approx(FASTER)
+    assert steps(4, torch.float32) == 4 * steps(2, torch.float32)

@@ -90,10 +90,13 @@ def _filler(call: OperatorCall) -> Fill:
     row = _dim(args) if name in _BY_ROWS else None
 
     places = args[name.endswith("_backward") + 1] if name in _SAMPLERS else None
+    pooled = _POOLED.get(name)
 
     def fill(layout: TensorLayout, storage: torch.Tensor) -> None:
         if layout is places:
             _fill_raster(storage.as_strided(layout.shape, layout.stride))
+        elif pooled and layout is args[-1]:
+            _fill_windows(storage.as_strided(layout.shape, layout.stride), args[1].shape[-pooled:])
         elif layout.dtype not in _INTEGERS:
             _fill_numbers(storage, spread=spread)
         elif layout.number in offsets:
@@ -128,6 +131,14 @@ def _fill_raster(grid: torch.Tensor) -> None:
     for dim in range(dims):
         line = order // side**dim
         grid[..., dim] = ((line if dim == dims - 1 else line % side) * (2 / side) - 1).clamp(max=1)
+
+
+def _fill_windows(index: torch.Tensor, plane: tuple[int, ...]) -> None:
+    """Let each window of a pooled plane have its maximum at its beginning."""
+    made = torch.zeros((), dtype=torch.int64, device=index.device)
+    for size, windows in zip(plane, index.shape[-len(plane) :], strict=True):
+        made = made[..., None] * size + torch.arange(windows, device=index.device) * size // windows
+    index.copy_(made.expand_as(index))
 
 
 def _make_runs(index: torch.Tensor, dim: int, bound: int) -> None:
@@ -214,6 +225,8 @@ def _along_dim(args: Any) -> int:
 
 _BAGS = frozenset(("_embedding_bag", "_embedding_bag_forward_only"))
 _SAMPLERS = ("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
+_POOLED = {f"max_pool{dims}d_with_indices_backward": dims for dims in (2, 3)}
+"""Gradients of pooling, by the dims of a plane. Their last argument is where each window's maximum is."""
 _BY_ROWS = frozenset(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"))
 _BY_PLACE = frozenset(("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"))
 _INDEXED: dict[str, Callable[[Any], int]] = {

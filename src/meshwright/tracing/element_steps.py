@@ -83,6 +83,9 @@ steps to add up one element of the sorted ones."""
 GROUPED = {"usual": (0.43, 0.7), "last": (0.093, 0.117), "last, fp32": (0.43, 1.4)}
 """For one product of a depthwise convolution, forward and backward, by layout: 9.6e11 and 5.8e11 a second in the usual
 one; with channels last 4.4e12 and 3.5e12 in 16 bits, and 3e11 in fp32's backward."""
+GROUP, FASTER = 4, 6.5
+"""In 16 bits, groups of at least so many channels are computed by matrix units, at so many times that rate: of one
+step, that of a ResNeXt-50 with 32 groups (docs/unseen.md)."""
 MOST_PRODUCTS = 4096
 """Products for one result of one group up to which groups count as narrow: one channel, and a kernel of 64 x 64."""
 COPIES = frozenset(("clone", "copy_", "_to_copy", "contiguous"))
@@ -97,7 +100,8 @@ def grouped_steps(shape: tuple[int, ...], given: list[torch.Tensor], *, backward
     # The input's gradient goes through the kernel's products for each pixel of the input, also of those that a stride
     # skips; the weight's gradient for each of the output.
     passes = 1 + (given[1][0, 0].numel() / given[0][0, 0].numel()) if backward else 1
-    return prod(shape) * passes * GROUPED[layout][backward]
+    faster = FASTER if given[0].itemsize == 2 and shape[2] >= GROUP else 1.0
+    return prod(shape) * passes * GROUPED[layout][backward] / faster
 
 
 def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> float:

@@ -214,7 +214,7 @@ class StageCosts:
             )
         trainable = sum(unit.trainable for unit in work)
         for moment in model.moments:
-            place, missing = len(work) - 1, moment.gradients * trainable
+            place, missing = max(0, len(work) - 2), moment.gradients * trainable  # the last unit is the loss
             while place > 0 and missing >= 1:
                 missing -= work[place].trainable
                 place -= 1

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo.eval_frame
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
@@ -75,12 +74,12 @@ def called_by_engine(depth: int = 2) -> bool:
     frame = sys._getframe(depth)
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_filename not in _WRAPPERS:
+        if not frame.f_code.co_filename.endswith(_WRAPPERS):
             return frame.f_code in _CALLERS
     return True  # a thread of the engine's own
 
 
-_WRAPPERS = {torch._compile.__file__, torch._dynamo.eval_frame.__file__}
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _CALLERS = {torch.autograd.graph._engine_run_backward.__code__, run_engine.__code__}
 
 

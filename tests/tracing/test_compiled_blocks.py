@@ -16,7 +16,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.compiled_blocks import FUSED
 from meshwright.facts.strategy import Strategy
-from meshwright.tracing import trace_step
+from meshwright.tracing import compiled_blocks, trace_step
 
 
 class Wasteful(nn.Module):
@@ -165,3 +165,16 @@ def test_a_model_that_does_not_run_with_fewer_blocks_is_measured_and_traced_whol
     planner, strategy = planner_for(Paired, samples=64), Strategy.parse("single,bf16,compile")
     assert planner._compiled["bf16"].model is not None
     assert trace_step(planner.job, planner.facts, strategy, ranks=1).peak > 0
+
+
+def test_a_model_whose_compiled_step_fails_is_planned_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise ZeroDivisionError("no compiler was foreseen")
+
+    known = planner_for(Wasteful)
+    planner = Planner(known.job, known.facts, 4)
+    monkeypatch.setattr(compiled_blocks, "measure_compiled_blocks", fails)
+    planner.measure_for(Strategy.parse("ddp,bf16,compile"))
+    (note,) = planner.notes
+    assert "counted as an eager one" in note and "no compiler was foreseen" in note
+    assert (planner._compiled["bf16"].kept, planner._compiled["bf16"].kept_apart) == (1.0, 1.0)

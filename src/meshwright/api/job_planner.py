@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.api.described_presets import describe_job
 from meshwright.describe.optimizer import optimizer_name
-from meshwright.errors import BadInput, MeshwrightError
+from meshwright.errors import BadInput, MeshwrightError, one_line
 from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
@@ -227,9 +227,11 @@ class Planner:
             if apart and found.kept_apart is None:
                 kept = compiled_blocks.measure_blocks_apart(self.job, self.facts, costs)
                 self._compiled[precision] = replace(found, kept_apart=kept)
-        except MeshwrightError as error:
-            self._compiled[precision] = CompiledBlocks(kept_apart=1.0)
-            self.notes.append(f"The compiled model could not be traced; it is counted as an eager one: {error}")
+        except Exception as error:  # also of the model's own code, which plain plans do not run compiled
+            found = self._compiled.get(precision, CompiledBlocks())
+            self._compiled[precision] = replace(found, kept_apart=1.0)
+            reason = str(error) if isinstance(error, MeshwrightError) else one_line(error)
+            self.notes.append(f"The compiled model could not be traced; it is counted as an eager one: {reason}")
 
     def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision is traced once."""

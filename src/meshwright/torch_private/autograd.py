@@ -103,7 +103,7 @@ def uses_of_one() -> int:
                 found.append(args[0]._use_count())
             return func(*args, **(kwargs or {}))
 
-    with _disable_current_modes(), torch.enable_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
         twice = (x.sin(), x.cos())
         with See():

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from meshwright.errors import MeshwrightError
 from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel, CompiledMoment
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.job import Job
@@ -24,7 +23,7 @@ from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.tracing.block_stack import BlockStack, find_period, find_repeated_blocks, whole_periods
 from meshwright.tracing.costs import affine, affine_kernel
-from meshwright.tracing.extrapolate import with_fewer_blocks
+from meshwright.tracing.extrapolate import if_shorter_runs, with_fewer_blocks
 from meshwright.tracing.memory import CUBLAS
 from meshwright.tracing.meter import OperatorRun
 from meshwright.tracing.record_step import Recorded, StepObserver, record_step
@@ -47,20 +46,9 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
     strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
     repeated = _find_repeated(job, facts)
     if repeated is not None:
-        try:
-            small, large, wide = (
-                _trace_blocks(job, facts, strategy, repeated, blocks, samples)
-                for blocks, samples in (
-                    (repeated.few, SAMPLES[0]),
-                    (repeated.more, SAMPLES[0]),
-                    (repeated.more, SAMPLES[1]),
-                )
-            )
-            return _of_blocks(repeated, costs, small, large, wide)
-        except MeshwrightError:
-            raise
-        except Exception:  # the model does not run with fewer blocks
-            pass
+        found = if_shorter_runs(lambda: _of_blocks(job, facts, costs, strategy, repeated))
+        if found is not None:
+            return found
     sizes = _sizes(job)
     less, most = (_trace(job, facts, strategy, samples) for samples in sizes)
     kept = _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
@@ -72,16 +60,9 @@ def measure_blocks_apart(job: Job, facts: ModelFacts, costs: ModelCosts) -> floa
     strategy = refuse_trace(job, facts, Strategy.parse(f"ddp,{costs.precision},compile"), APART, "cuda")
     repeated = _find_repeated(job, facts)
     if repeated is not None:
-        try:
-            small, large = (
-                _trace_blocks(job, facts, strategy, repeated, blocks, SAMPLES[0], APART)
-                for blocks in (repeated.few, repeated.more)
-            )
-            return _share(large.kept - small.kept, repeated.added(costs))
-        except MeshwrightError:
-            raise
-        except Exception:  # the model does not run with fewer blocks
-            pass
+        found = if_shorter_runs(lambda: _kept_apart(job, facts, costs, strategy, repeated))
+        if found is not None:
+            return found
     sizes = _sizes(job)
     less, most = (_trace(job, facts, strategy, samples, APART) for samples in sizes)
     return _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
@@ -122,15 +103,27 @@ def _units(costs: ModelCosts) -> list[UnitCosts]:
 
 
 def _of_blocks(
-    repeated: _Repeated, costs: ModelCosts, small: _CompiledStep, large: _CompiledStep, wide: _CompiledStep
+    job: Job, facts: ModelFacts, costs: ModelCosts, strategy: Strategy, repeated: _Repeated
 ) -> CompiledBlocks:
     """One block, from steps with fewer and more of them, and with more samples."""
+    small, large, wide = (
+        _trace_blocks(job, facts, strategy, repeated, blocks, samples)
+        for blocks, samples in ((repeated.few, SAMPLES[0]), (repeated.more, SAMPLES[0]), (repeated.more, SAMPLES[1]))
+    )
     blocks = repeated.more - repeated.few
     kept = _share(large.kept - small.kept, repeated.added(costs))
     forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way], blocks) for way in _WAYS)
     if not (forward and backward):
         return CompiledBlocks(kept=kept)
     return CompiledBlocks(kept=kept, forward=forward, backward=backward)
+
+
+def _kept_apart(job: Job, facts: ModelFacts, costs: ModelCosts, strategy: Strategy, repeated: _Repeated) -> float:
+    small, large = (
+        _trace_blocks(job, facts, strategy, repeated, blocks, SAMPLES[0], APART)
+        for blocks in (repeated.few, repeated.more)
+    )
+    return _share(large.kept - small.kept, repeated.added(costs))
 
 
 _WAYS = ("forward", "backward")

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from meshwright import schedules
+from meshwright.errors import MeshwrightError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -115,6 +116,19 @@ def with_fewer_blocks(
         return None
     kept = [index for own in by_stage for index in own[:blocks]]
     return _keep(job, facts, stack, kept, stages)
+
+
+Result = TypeVar("Result")
+
+
+def if_shorter_runs(run: Callable[[], Result]) -> Result | None:
+    """What is found with fewer blocks; None if the model does not run with them, such as one that pairs two lists."""
+    try:
+        return run()
+    except MeshwrightError:
+        raise
+    except Exception:  # if the whole model does not run either, it says why
+        return None
 
 
 def count_blocks(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:

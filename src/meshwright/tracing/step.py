@@ -14,7 +14,7 @@ from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
 from meshwright.strategies.pipeline.sizes import is_pipelined
 from meshwright.tracing.block_stack import find_period, find_repeated_blocks, whole_periods
-from meshwright.tracing.extrapolate import count_blocks, extrapolate, with_fewer_blocks
+from meshwright.tracing.extrapolate import count_blocks, extrapolate, if_shorter_runs, with_fewer_blocks
 from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
@@ -98,13 +98,10 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
     if blocks <= small + large + 1:
         return None
     shorter = [with_fewer_blocks(job, facts, strategy, stack, size) for size in (small, large)]
-    try:
-        records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
-    except MeshwrightError:
-        raise
-    except Exception:  # the model does not run with fewer blocks
-        return None
-    return extrapolate(*records, sizes=(small, large), to=blocks) if len(records) == 2 else None
+    records = if_shorter_runs(
+        lambda: [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
+    )
+    return extrapolate(*records, sizes=(small, large), to=blocks) if records and len(records) == 2 else None
 
 
 def _sizes(strategy: Strategy) -> tuple[int, int]:

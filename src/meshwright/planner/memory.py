@@ -52,7 +52,7 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
     kept += max(flights) * stages[first - 1].output if first else 0.0
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
-        **_states(step_layout, own, flights),
+        **_states(step_layout, own),
         "activations": kept + climb,
         "gathered": max((_gathered(step_layout, own, unit) for stage in own for unit, _ in stage.counted), default=0.0),
         "communication": _buffers(step_layout, own),
@@ -68,34 +68,20 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 
 
-def _states(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> dict[str, float]:
+def _states(step_layout: StepLayout, own: list[StageWork]) -> dict[str, float]:
     elements, trainable = sum(s.elements for s in own), sum(s.trainable for s in own)
     share = partial(step_layout.per_rank, inside=sum(s.inside for s in own))
     on_device = 0 if step_layout.offload else 1
     optimizer = share(trainable, over=step_layout.optimizer_over) * step_layout.moment_bytes
     optimizer += share(elements, over=step_layout.optimizer_over) * step_layout.master_bytes
     parameters = share(elements, over=step_layout.parameters_over) * step_layout.parameter_bytes
-    parameters += step_layout.cast_bytes * _cast(step_layout, own, flights)
+    parameters += step_layout.cast_bytes * elements
     return {
         "parameters": 0.0 if step_layout.offload == "params" else parameters,
         "gradients": share(trainable, over=step_layout.gradients_over) * step_layout.gradient_bytes
         + trainable * step_layout.beside_bytes,
         "optimizer": on_device * optimizer,
     }
-
-
-def _cast(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> float:
-    """Elements of copies in the compute dtype: of all parameters, or of those that each backward pass needs.
-
-    If blocks recompute, backward needs those of one block.
-    """
-    if not step_layout.casts_each:
-        return sum(stage.elements for stage in own)
-    cast = 0
-    for stage, count in zip(own, flights, strict=True):
-        around, blocks, one = stage.cast
-        cast += count * (around + blocks) if step_layout.recompute == "none" else count * around + one
-    return cast
 
 
 def _activations(own: list[StageWork], flights: tuple[int, ...]) -> tuple[float, float]:
@@ -117,7 +103,7 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
         own = step_layout.per_rank(work.trainable, work.inside, step_layout.gradients_over)
         return own * step_layout.gradient_bytes
 
-    freed = 0 if step_layout.casts_each or step_layout.offload == "params" else step_layout.cast_bytes
+    freed = 0 if step_layout.offload == "params" else step_layout.cast_bytes
     gathered = {id(unit): _gathered(step_layout, [stage], unit) for unit, _ in stage.counted}
     outside = min(gathered.values(), default=0.0)
     before, gradients, most = stage.kept, 0.0, held(stage)

@@ -361,7 +361,6 @@ class StageCosts:
             trainable=trainable,
             inside=inside,
             tensors=len(unit.parameters),
-            multiplies=any(kernel.kind in ("matmul", "convolution", "recurrent") for kernel in unit.forward),
             intercepted=any(share.intercepted for share in shares),
             sent=tuple(
                 (_part_of(share.forward, parts // share.parts), _part_of(share.backward, parts // share.parts))

@@ -100,9 +100,8 @@ def _timed_host(site: Site, unit: UnitWork, own: tuple[float, float], *, backwar
 def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     """Device seconds of casting or copying a unit's parameters before they are read."""
     layout = site.step_layout
-    repeats = layout.casts_each and layout.recompute != "none" and unit.is_block
-    if layout.cast_bytes and (not backward or repeats):
-        passes = 1 if layout.casts_each or layout.graphs else layout.micro_batches
+    if layout.cast_bytes and not backward:
+        passes = 1 if layout.graphs else layout.micro_batches
         return moving_in_order(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
     if layout.gathers and site.host.gathers_by_copy and (layout.reshards or not backward):
         return moving_in_order(unit.elements * 2 * layout.compute_bytes, site.hardware)

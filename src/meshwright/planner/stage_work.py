@@ -37,8 +37,6 @@ class UnitWork:
     """How many of its elements are divided by an axis inside the data axis."""
     tensors: int
     """Number of parameters that the unit reads."""
-    multiplies: bool
-    """Whether backward needs the parameters again; a matmul's it does, an embedding table's it does not."""
     intercepted: bool
     """Whether an inner axis intercepts each of its operators on the host, where no recorded program runs."""
     sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
@@ -83,17 +81,6 @@ class StageWork:
     @cached_property
     def kept(self) -> float:
         return sum(unit.kept for unit in self.units)
-
-    @cached_property
-    def cast(self) -> tuple[int, int, int]:
-        """Elements that are cast and kept for backward: outside of blocks, in all blocks, in the largest block.
-
-        Units may share parameters, as the steps of a loop do, which are cast once.
-        """
-        around = sum(unit.elements for unit in self.units if unit.multiplies and not unit.is_block)
-        blocks = [unit.elements for unit in self.units if unit.multiplies and unit.is_block]
-        around = min(around, self.elements)
-        return around, min(sum(blocks), self.elements - around), max(blocks, default=0)
 
     @cached_property
     def climb(self) -> float:

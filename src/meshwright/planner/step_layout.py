@@ -67,8 +67,6 @@ class StepLayout:
     """Bytes per element of the optimizer's copy of the parameters."""
     cast_bytes: int = 0
     """Bytes per element of a copy of the parameters in the compute dtype, for forward and backward."""
-    casts_each: bool = True
-    """Whether each micro-batch casts the parameters that its products read, as autocast does, not one for all."""
     reshards: bool = False
     """Whether gathered parameters are freed after forward and gathered again for backward."""
     reduce_bytes: int = 4
@@ -171,7 +169,6 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         moment_bytes=facts.optimizer_slots * update_bytes,
         master_bytes=MASTER_BYTES if layout.masters else 0,
         cast_bytes=low if low < MASTER_BYTES and not strategy.pure and not technique.lowers else 0,
-        casts_each=strategy.autocast,
         # Under a pipeline a stage stays gathered for the whole step.
         reshards=traits.reshards and stage is None,
         reduce_bytes=update_bytes if strategy.reduce == "fp32" else FORMATS[strategy.reduce].bytes,

@@ -1,6 +1,8 @@
 """What a model's code caches outside of the model is not left behind by a pass without values."""
 
 from functools import cache, lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,9 +80,8 @@ def test_a_dict_keeps_the_tensors_without_values_that_it_had() -> None:
 
 
 def test_lazy_objects_are_left_alone() -> None:
-    bounded(5, torch.device("meta"))
     with forgetting(nn.Linear(2, 2)):
-        pass
+        bounded(5, torch.device("meta"))
     assert bounded.cache_info().currsize == 0
 
 
@@ -92,6 +93,29 @@ def test_functions_forget_tensors_without_values() -> None:
     assert bounded.cache_info().currsize == 0
     assert numbers.cache_info().currsize == 2
     assert unbounded(3) is kept[0]
+
+
+def test_a_cache_that_an_inner_pass_cleared_is_looked_at_again() -> None:
+    with forgetting():
+        with forgetting(), FakeTensorMode():
+            bounded(6, torch.device("cpu"))
+        assert bounded.cache_info().currsize == 0
+        bounded(6, torch.device("meta"))
+    assert bounded.cache_info().currsize == 0
+
+
+def test_functions_of_modules_that_a_pass_imports_or_changes_forget_too(tmp_path: Path, monkeypatch: Any) -> None:
+    text = "from functools import cache\nimport torch\n@cache\ndef table(n): return torch.empty(n, device='meta')\n"
+    tmp_path.joinpath("imported_in_a_pass.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with forgetting():
+        module = import_module("imported_in_a_pass")
+        module.table(3)
+    assert module.table.cache_info().currsize == 0
+    module.table = cache(lambda n: torch.empty(n, device="meta"))
+    with forgetting():
+        module.table(3)
+    assert module.table.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize("strategy", ["single,bf16", "single,bf16,compile"])

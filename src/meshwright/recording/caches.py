@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FunctionType, ModuleType
@@ -23,6 +24,7 @@ from meshwright.torch_private.tensors import is_meta
 _Cached = type(functools.cache(lambda: None))
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "meshwright"})
 """Packages whose functions keep no tensors of a model."""
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _DEPTH = 4
 """From a cache to its table, an entry, a tuple that is kept, and a tensor in that."""
 
@@ -33,16 +35,30 @@ class _Functions:
     def __init__(self) -> None:
         self._found: list[Any] = []
         self._modules = -1
+        self._of_libraries: dict[str, tuple[ModuleType, int, list[Any]]] = {}
+        """By a library's module: it, the number of its variables then, and its functions."""
         self.users = 0
+        self.cleared: set[Any] = set()
 
     def find(self) -> list[Any]:
         if self._modules != len(sys.modules):
-            self._found = list(_cached_functions())
+            self._found = [cached for name, module in _modules() for cached in self._inside(name, module)]
             self._modules = len(sys.modules)
         return self._found
 
+    def _inside(self, name: str, module: ModuleType) -> list[Any]:
+        """A user's module is looked through every time, a library's if it has more variables than before."""
+        size = len(vars(module))
+        known = self._of_libraries.get(name)
+        if known is not None and known[0] is module and known[1] == size:
+            return known[2]
+        found = list(_cached_functions(name, module))
+        if str(vars(module).get("__file__")).startswith(_LIBRARIES):
+            self._of_libraries[name] = module, size, found
+        return found
+
     def forget(self) -> None:
-        self._found, self._modules = [], -1
+        self._found, self._modules, self.cleared = [], -1, set()
 
 
 _functions = _Functions()
@@ -52,16 +68,20 @@ _functions = _Functions()
 def forgetting(model: nn.Module | None = None) -> Iterator[None]:
     """At the end, caches of functions, and dicts around a model's classes, forget tensors without values.
 
-    A dict keeps those that it had before: they are the user's own.
+    They keep those that they had before: a dict one by one, a cache unless something was added to it.
     """
     _functions.users += 1
+    before = {cached: cached.cache_info().misses for cached in _functions.find()}
     own = [(table, _valueless_keys(table)) for table in _tables(model)]
     try:
         yield
     finally:
         for cached in _functions.find():
-            if cached.cache_info().currsize and _holds_valueless(cached, _DEPTH):
+            size = cached.cache_info()
+            changed = size.misses != before.get(cached, 0) or cached in _functions.cleared
+            if size.currsize and changed and _holds_valueless(cached, _DEPTH):
                 cached.cache_clear()
+                _functions.cleared.add(cached)
         for table, kept in own:
             for key in _valueless_keys(table) - kept:
                 del table[key]
@@ -70,20 +90,23 @@ def forgetting(model: nn.Module | None = None) -> Iterator[None]:
             _functions.forget()
 
 
-def _cached_functions() -> Iterator[Any]:
-    """Cached functions among the variables of modules and classes, or inside functions around them.
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in _OTHERS and issubclass(type(module), ModuleType):
+            yield name, module
+
+
+def _cached_functions(name: str, module: ModuleType) -> Iterator[Any]:
+    """Cached functions among the variables of a module and of its classes, or inside functions around them.
 
     Nothing is asked of other objects, not even their class: a lazy one would import something, or fail.
     """
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _OTHERS or not issubclass(type(module), ModuleType):
-            continue
-        for value in list(vars(module).values()):
-            yield from _within(value)
-            if issubclass(type(value), type) and value.__module__ == name:
-                for attribute in list(vars(value).values()):
-                    is_wrapped = type(attribute) in (staticmethod, classmethod)
-                    yield from _within(attribute.__func__ if is_wrapped else attribute)
+    for value in list(vars(module).values()):
+        yield from _within(value)
+        if issubclass(type(value), type) and value.__module__ == name:
+            for attribute in list(vars(value).values()):
+                is_wrapped = type(attribute) in (staticmethod, classmethod)
+                yield from _within(attribute.__func__ if is_wrapped else attribute)
 
 
 def _within(value: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -89,10 +89,12 @@ class Detour(nn.Module):
         return x + y
 
 
+@cache
 def planner_of(block: type[nn.Module], samples: int = 4) -> Planner:
     return planner_for(partial(Model, block), samples)
 
 
+@cache
 def planner_for(model: Callable[[], nn.Module], samples: int = 4) -> Planner:
     job = Job(
         model=model,

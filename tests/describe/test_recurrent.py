@@ -86,6 +86,16 @@ def test_packed_sequences_are_one_operator(cells: str) -> None:
     assert work is not None and work.flops == 2 * 9 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
 
 
+def test_both_directions_of_a_layer_wait_at_once() -> None:
+    def waits(bidirectional: bool) -> int:
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda(), CudnnCalls() as seen:
+            nn.LSTM(8, 6, 2, bidirectional=bidirectional)(torch.empty(5, 3, 8))
+        work = recurrent_work(*seen.calls["_cudnn_rnn"])
+        return 0 if work is None else work.shape[0]
+
+    assert waits(False) == waits(True) == 5 * 2
+
+
 def test_weights_that_are_in_one_buffer_are_not_copied() -> None:
     """Matrices before biases, as the engine casts them."""
     with FakeTensorMode(), as_on_cuda(), CudnnCalls() as seen:

@@ -1,4 +1,6 @@
-"""The catalogue's times of unaligned, narrow and recurrent products, held against those measured on an H200."""
+"""The catalogue's times of products and attention with awkward shapes, held against those measured on an H200."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -72,3 +74,31 @@ def test_time_steps_of_a_recurrent_layer_wait_for_each_other() -> None:
     # An LSTM of 4 layers of 1024 over 128 tokens: with backward, two of them take some 34 ms of a measured step.
     passes = [ms(recurrent(4 * 128, 128, 1024, count)) for count in (1, 2)]
     assert 2 * sum(passes) == pytest.approx(34.5, rel=0.15)
+
+
+def attention(heads: int, tokens: int, width: int, *, causal: bool = True, backward: bool = True) -> Kernel:
+    products = 5 if backward else 2
+    flops = 2.0 * products * heads * tokens**2 * width / (1 + causal)
+    shape = tuple(map(Size, (heads, tokens, tokens, width)))
+    name = "_scaled_dot_product_flash_attention" + "_backward" * backward
+    return Kernel(name=name, kind="attention", dtype="bf16", flops=Size(flops), bytes=Size(0.0), shape=shape)
+
+
+def test_the_last_blocks_of_causal_attention_run_alone() -> None:
+    # 4 heads of a Llama under tp=4, and all 16 of them.
+    assert ms(attention(8 * 4, 2048, 128)) == pytest.approx(0.2723, rel=0.15)
+    assert ms(attention(8 * 16, 2048, 128)) == pytest.approx(0.9045, rel=0.15)
+    ways = {causal: ms(attention(32, 2048, 128, causal=causal)) for causal in (True, False)}
+    assert ways[False] < 1.7 * ways[True]  # of twice the products
+
+
+def test_a_gradient_of_attention_sums_over_queries_too() -> None:
+    def each(queries: int, backward: bool) -> float:
+        """Milliseconds for a query."""
+        kernel = attention(256, 2048, 64, causal=False, backward=backward)
+        flops, heads, keys = kernel.flops.fixed * queries / 2048, kernel.shape[0], kernel.shape[2]
+        shape = (heads, Size(queries), keys, Size(64))
+        return ms(replace(kernel, flops=Size(flops), shape=shape)) / queries
+
+    assert each(128, True) > 2 * each(2048, True)
+    assert each(128, False) < 1.5 * each(2048, False)

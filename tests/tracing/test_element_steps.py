@@ -254,3 +254,35 @@ def test_groups_of_several_channels_are_computed_by_matrix_units_in_16_bits() ->
     each = [steps(channels, torch.bfloat16) / channels**2 for channels in (2, 4)]
     assert each[0] / each[1] == pytest.approx(FASTER)
     assert steps(4, torch.float32) == 4 * steps(2, torch.float32)
+
+
+def test_no_matrix_unit_computes_a_convolution_of_few_channels() -> None:
+    def steps(channels: int, dtype: torch.dtype, columns: int = 64) -> list[float]:
+        found: list[OperatorRun] = []
+        with Meter(found.append):
+            x, weight = empty(2, channels, 8, 8, dtype=dtype), empty(columns, channels, 4, 4, dtype=dtype)
+            result = F.conv2d(x, weight.requires_grad_())
+            result.backward(torch.empty_like(result))
+        return [one.steps for one in found if one.kind == "convolution"]
+
+    forward, backward = steps(3, torch.bfloat16)
+    assert forward > backward > 0 and steps(3, torch.bfloat16, columns=8)[0] == forward  # as long with fewer columns
+    assert steps(8, torch.bfloat16) == steps(4, torch.float32) == [0, 0]
+    assert steps(4, torch.bfloat16)[0] > forward
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "side", "columns", "kernel", "stride", "measured"),
+    [
+        (torch.bfloat16, 128, 224, 768, 16, 16, 1.08),
+        (torch.bfloat16, 64, 640, 64, 7, 2, 4.99),
+        (torch.float32, 2048, 32, 256, 9, 1, 4.54),
+    ],
+    ids=["patches", "stem", "capsules"],
+)
+def test_first_layers_of_vision_models_take_as_long_as_on_an_h200(
+    dtype: torch.dtype, count: int, side: int, columns: int, kernel: int, stride: int, measured: float
+) -> None:
+    x, weight = empty(count, 3, side, side, dtype=dtype), empty(columns, 3, kernel, kernel, dtype=dtype)
+    steps = run(lambda x: F.conv2d(x, weight, stride=stride, padding=3 if kernel == 7 else 0), x).steps
+    assert steps / 4.1e8 == pytest.approx(measured, rel=0.2)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.tracing.meter import Meter
 
 ROWS, CLASSES = 64, 4096
@@ -43,3 +44,13 @@ def test_a_gradient_of_a_look_up_is_written_whole_and_nothing_else_is_read() -> 
 
 def test_other_operators_read_and_write_all() -> None:
     assert touched("exp", lambda logits, labels: logits.exp()) == 2 * TABLE
+
+
+def test_attention_has_the_same_shape_in_forward_and_in_backward() -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    with as_on_cuda(), Meter(lambda run: shapes.__setitem__(run.name, run.shape)):
+        queries, keys = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (128, 256))
+        attended = F.scaled_dot_product_attention(queries.requires_grad_(), keys, keys)
+        attended.backward(torch.empty_like(attended))
+    found = {name: shape for name, shape in shapes.items() if "attention" in name}
+    assert len(found) == 2 and set(found.values()) == {(8, 128, 256, 64)}

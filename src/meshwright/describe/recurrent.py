@@ -46,9 +46,10 @@ def recurrent_work(func: Any, args: Any) -> RecurrentWork | None:
     matrices = [weight for weight in given["weight"] if weight.dim() == 2]
     recurrent = matrices[1 :: 3 if given["proj_size"] else 2]
     passes = 1 if name == "_cudnn_rnn" else 2
+    waits = time * len(recurrent) // (1 + given["bidirectional"])  # both directions run at once
     return RecurrentWork(
         flops=2.0 * passes * given["input"].shape[:-1].numel() * sum(weight.numel() for weight in matrices),
-        shape=(time * len(recurrent), rows, *recurrent[0].shape),
+        shape=(waits, rows, *recurrent[0].shape),
         reread=float((time - 1) * sum(weight.numel() * weight.itemsize for weight in recurrent)),
     )
 

@@ -41,6 +41,10 @@ WIDE_HEAD = 128
 SHORT, USUAL_KEYS = 400, 1024
 """Attention over few keys spends its time on starting, on masks and on the softmax: over 200 to 8192 keys a query,
 kernels of an H200 reach `keys / (keys + SHORT)` of their best speed. The shares above are of 2048 causal tokens."""
+PROCESSORS, QUERY_TILE, TAIL, USUAL_WORK = 132, 128, 0.6, 7.8
+"""Blocks of causal attention take from nothing to the time of the longest, and the last ones run beside processors that
+have no more to do: `TAIL` of that time, on as many processors as an H100 or H200 has. The shares above are of so many
+longest blocks for each of them."""
 PLAIN = {"attention": 0.52, "other": 0.77}
 TF32_BACKWARD = 0.7
 COPIES = 3
@@ -142,7 +146,7 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
         narrow *= MASKED if "cudnn" in kernel.name else 1.0  # without a mask it is called flash attention
         if "attention" not in hardware.reach:  # a mean over the lengths of published steps
             return peak * usual * narrow
-        return peak * hardware.reach["attention"] * narrow * _long_enough(kernel, samples)
+        return peak * hardware.reach["attention"] * narrow * _attending(kernel, samples)
     reached = peak * hardware.reach.get("matmul", MATMUL)
     if not kernel.shape:
         return reached
@@ -161,15 +165,19 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     return reached * filled * inner / (inner / share + ramp)
 
 
-def _long_enough(kernel: Kernel, samples: float) -> float:
-    """Factor for the length over which a query is summed, relative to `USUAL_KEYS`."""
+def _attending(kernel: Kernel, samples: float) -> float:
+    """Factor for the keys over which a query is summed, and for the blocks that run at once, relative to the usual."""
     if not kernel.shape:
         return 1.0
     heads, queries, keys, width = (size.at(samples) for size in kernel.shape)
     products = 5 if "backward" in kernel.name else 2
     share = kernel.flops.at(samples) / max(1.0, 2 * products * heads * queries * keys * width)  # causal: half
-    summed = keys * min(1.0, share)
-    return summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
+    # Backward sums over queries for each key too.
+    summed = (min(queries, keys) if products == 5 else keys) * min(1.0, share)
+    work = heads * -(-keys // QUERY_TILE) * share / PROCESSORS
+    busy = work / (work + TAIL) if share < 1 else 1.0
+    long_enough = summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
+    return long_enough * busy * (USUAL_WORK + TAIL) / USUAL_WORK
 
 
 def _convolving(kernel: Kernel, samples: float) -> float:

@@ -86,14 +86,37 @@ one; with channels last 4.4e12 and 3.5e12 in 16 bits, and 3e11 in fp32's backwar
 GROUP, FASTER = 4, 6.5
 """In 16 bits, groups of at least so many channels are computed by matrix units, at so many times that rate: of one
 step, that of a ResNeXt-50 with 32 groups (docs/unseen.md)."""
+FEW_CHANNELS = {2: 8, 4: 4}
+"""Input channels, by the bytes of an element, below which no matrix unit computes a convolution."""
+FEW, SHORT_SUM, FULL_TILE = {2: (0.027, 0.019), 4: (0.021, 0.015)}, 60, 64
+"""For one product of such a convolution, forward and backward: in 16 bits 1.5e13 and 2.2e13 a second, if each result
+sums over many more than `SHORT_SUM`, and there are as many output channels as a tile has columns. From the first layers
+of nine models on an H200, of which one is in fp32."""
 MOST_PRODUCTS = 4096
 """Products for one result of one group up to which groups count as narrow: one channel, and a kernel of 64 x 64."""
 COPIES = frozenset(("clone", "copy_", "_to_copy", "contiguous"))
 
 
-def grouped_steps(shape: tuple[int, ...], given: list[torch.Tensor], *, backward: bool) -> float:
-    """The steps of a convolution in groups of a few channels, which no matrix unit computes; 0 for another one."""
-    if not shape or shape[0] == 1 or shape[2] * shape[3] > MOST_PRODUCTS:
+def convolution_steps(shape: tuple[int, ...], given: list[torch.Tensor], gradients: int) -> float:
+    """The steps of a convolution of few channels or groups of them, which no matrix unit computes; 0 for another one.
+
+    `gradients` are how many of its input's and weight's are computed: none in forward.
+    """
+    if not shape:
+        return 0.0
+    return _grouped_steps(shape, given, backward=gradients > 0) if shape[0] > 1 else _few_steps(shape, given, gradients)
+
+
+def _few_steps(shape: tuple[int, ...], given: list[torch.Tensor], gradients: int) -> float:
+    weight = given[1 + (gradients > 0)]
+    if weight.shape[1] >= FEW_CHANNELS.get(weight.itemsize, 0):
+        return 0.0
+    sums, tiles = 1 + SHORT_SUM / shape[3], max(1.0, FULL_TILE / shape[2])
+    return prod(shape) * max(1, gradients) * sums * tiles * FEW[weight.itemsize][gradients > 0]
+
+
+def _grouped_steps(shape: tuple[int, ...], given: list[torch.Tensor], *, backward: bool) -> float:
+    if shape[2] * shape[3] > MOST_PRODUCTS:
         return 0.0
     channels_last = any(_fastest(leaf) == 1 for leaf in given[: 1 + backward] if leaf.dim() == 4)
     layout = ("last, fp32" if given[0].itemsize > 2 else "last") if channels_last else "usual"

@@ -17,7 +17,7 @@ from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
-from meshwright.tracing.element_steps import element_steps, grouped_steps
+from meshwright.tracing.element_steps import convolution_steps, element_steps
 from meshwright.tracing.gradient_sums import GradientSums
 from meshwright.tracing.workspaces import layout_copies, operator_workspaces
 
@@ -183,7 +183,7 @@ def _steps(
     func: Any, args: Any, kind: str, given: list[torch.Tensor], made: list[torch.Tensor], shape: tuple[int, ...]
 ) -> float:
     if kind == "convolution":
-        return grouped_steps(shape, given, backward="backward" in func.overloadpacket.__name__)
+        return convolution_steps(shape, given, sum(args[10][:2]) if "backward" in func.overloadpacket.__name__ else 0)
     return element_steps(func, args, given, made) if kind == "other" else 0.0
 
 
@@ -226,7 +226,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _attention_shape(name: str, given: list[torch.Tensor]) -> tuple[int, ...]:
     """(batch * heads, queries, keys, head width); empty for other operators."""
-    if "attention" not in name or len(given) < 2 or not given[0].dim() == given[1].dim() == 4:
+    keys = 2 if "backward" in name else 1  # after the gradient and the queries
+    if "attention" not in name or len(given) <= keys or not given[0].dim() == given[keys].dim() == 4:
         return ()
     batch, heads, queries, width = given[0].shape
-    return batch * heads, queries, given[1].shape[2], width
+    return batch * heads, queries, given[keys].shape[2], width

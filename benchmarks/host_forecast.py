@@ -49,7 +49,9 @@ class Case:
         hardware = hardware_of(CLUSTER)
         context = PlanContext(
             facts=self.planner.facts,
-            stage_costs=StageCosts(self.planner.facts, {("bf16", "none"): self.costs}, hardware, host=host),
+            stage_costs=StageCosts(
+                self.planner.facts, {("bf16", "none"): self.costs}, hardware, host=lambda precision: host
+            ),
             cluster=CLUSTER,
             hardware=hardware,
             global_batch=self.planner.global_batch,
@@ -67,7 +69,7 @@ def read_cases() -> list[Case]:
     for work in workloads(tiny=False):
         facts = describe(work.job)
         planner = Planner(work.job, facts, work.job.global_batch)
-        passes = time_host_passes(work.job, facts)
+        passes = time_host_passes(work.job, facts, STRATEGY.precision)
         costs = measure_costs(work.job, facts, "bf16")
         found.append(Case(work.name, planner, costs, passes, measured[work.name]))
     return found

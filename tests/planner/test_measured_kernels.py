@@ -199,10 +199,12 @@ def test_a_timed_host_replaces_the_constant_a_launch(planner: Planner) -> None:
     layout = lay_out_step(SINGLE.resolve(1), planner.facts, 8)
     names = {unit.name for unit in planner._costs["bf16", "none"].units}
     host = HostPasses(units=dict.fromkeys(names, (0.25, 0.5)), reference=1.0).at(2.0)
-    (stage,) = StageCosts(planner.facts, planner._costs, HARDWARE, host=host).of(layout)
+    (stage,) = StageCosts(planner.facts, planner._costs, HARDWARE, host=lambda precision: host).of(layout)
     assert all(unit.host == (0.5, 1.0) for unit in stage.units)
     context = planner.context(CLUSTER)
-    slow = replace(context, stage_costs=StageCosts(planner.facts, planner._costs, HARDWARE, host=host))
+    slow = replace(
+        context, stage_costs=StageCosts(planner.facts, planner._costs, HARDWARE, host=lambda precision: host)
+    )
     time = consider(slow, SINGLE).forecast.time
     launches = sum(unit.forward_launches + unit.backward_launches + 2 * unit.tensors for unit in stage.units)
     at_least = 1.5 * len(stage.units) - time["compute"]

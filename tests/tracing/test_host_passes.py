@@ -12,7 +12,7 @@ from torch import nn
 import tiny_jobs
 from meshwright.describe.model import describe
 from meshwright.errors import JobError
-from meshwright.tracing.host_passes import Stopwatch, time_host_passes, time_reference
+from meshwright.tracing.host_passes import Stopwatch, _Rounds, time_host_passes, time_reference
 from meshwright.tracing.noted_results import NoteResults, RepeatResults
 
 
@@ -60,7 +60,7 @@ JOB = replace(
 
 
 def test_python_counts_where_it_runs() -> None:
-    found = time_host_passes(JOB, describe(JOB), Clock())
+    found = time_host_passes(JOB, describe(JOB), clock=Clock())
     assert found.units == {
         "first": (0.0, 0.0),
         **{f"blocks.{place}": (1.0, 0.0) for place in range(3)},
@@ -68,8 +68,30 @@ def test_python_counts_where_it_runs() -> None:
     }
 
 
+class LooksAtDtypes(Slow):
+    """A block whose Python takes a second longer if it computes in bf16 under the engine's table of dtypes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        Clock.now += x.dtype == torch.bfloat16 and x.exp().dtype == torch.float32
+        return x
+
+
+def test_a_pass_in_16_bits_is_timed_as_the_engine_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Slow", LooksAtDtypes)
+    facts = describe(JOB)
+    seconds = {precision: time_host_passes(JOB, facts, precision, Clock()) for precision in ("fp32", "bf16")}
+    assert seconds["fp32"].units["blocks.1"] == (1.0, 0.0) and seconds["bf16"].units["blocks.1"] == (2.0, 0.0)
+
+
+def test_a_round_on_a_busy_host_and_a_lucky_one_count_for_nothing() -> None:
+    usual = [[2.0, 4.0]]
+    rounds = _Rounds([*[usual] * 13, [[6.0, 12.0]], usual], [*[1.0] * 13, 3.0, 0.25])
+    assert rounds.speed == 1.0 and rounds.at(rounds.speed) == usual
+
+
 def test_another_host_scales_it() -> None:
-    found = replace(time_host_passes(JOB, describe(JOB), Clock()), reference=2.0).at(3.0)
+    found = replace(time_host_passes(JOB, describe(JOB), clock=Clock()), reference=2.0).at(3.0)
     assert found.units["blocks.0"] == (1.5, 0.0)
     assert found.reference == 3.0
 
@@ -149,10 +171,10 @@ class AllDropped(Dropped):
 
 def test_blocks_that_a_drawn_number_keeps_are_timed() -> None:
     job = replace(JOB, model=Dropped)
-    passes = time_host_passes(job, describe(job), Clock())
+    passes = time_host_passes(job, describe(job), clock=Clock())
     assert passes.units["blocks.1"][0] == 1.0
 
 
 def test_blocks_that_are_skipped_on_meta_tensors_are_named() -> None:
     with pytest.raises(JobError, match=r"blocks\.0 computes nothing"):
-        time_host_passes(replace(JOB, model=AllDropped), describe(JOB), Clock())
+        time_host_passes(replace(JOB, model=AllDropped), describe(JOB), clock=Clock())

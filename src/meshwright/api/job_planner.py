@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -130,6 +130,8 @@ class Planner:
         self._device = "cpu" if kernels and all(table.device == "cpu" for table in kernels) else "cuda"
         self._costs = {} if costs is None or self._device == "cpu" else costs
         self._compiled: dict[str, CompiledBlocks] = {}
+        self._passes: dict[str, HostPasses | None] = {}
+        """The host's part of the model's pass by precision; None if it cannot be timed."""
         self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
@@ -145,7 +147,7 @@ class Planner:
                     self._costs,
                     hardware,
                     prices=KernelPrices(measured, hardware, self._optimizer) if measured else None,
-                    host=self._host(measured),
+                    host=lru_cache(partial(self._host, measured)),
                     compiled=self._compiled,
                 ),
                 cluster=cluster,
@@ -165,22 +167,25 @@ class Planner:
             self.notes += [] if note in self.notes else [note]
         return found
 
-    def _host(self, measured: KernelTable | None) -> HostPasses | None:
+    def _host(self, measured: KernelTable | None, precision: str) -> HostPasses | None:
         """The model's own pass on the cluster's host; None if launches are counted instead."""
         if not self._times_host and (measured is None or not measured.host):
             return None
-        try:
-            return self._passes.at(measured.host if measured is not None and measured.host else HOST_REFERENCE)
-        except MeshwrightError as error:
-            if str(error) not in self.notes:
-                self.notes.append(f"{error} A constant for each launch is used instead.")
-            return None
+        if precision not in self._passes:
+            self._passes[precision] = self._time_passes(precision)
+        passes = self._passes[precision]
+        reference = measured.host if measured is not None and measured.host else HOST_REFERENCE
+        return None if passes is None else passes.at(reference)
 
-    @cached_property
-    def _passes(self) -> HostPasses:
+    def _time_passes(self, precision: str) -> HostPasses | None:
         from meshwright.tracing.host_passes import time_host_passes  # needed only here
 
-        return time_host_passes(self.job, self.facts)
+        try:
+            return time_host_passes(self.job, self.facts, precision)
+        except MeshwrightError as error:
+            note = f"{error} A constant for each launch is used instead."
+            self.notes += [] if note in self.notes else [note]
+            return None
 
     @cached_property
     def _optimizer(self) -> str:

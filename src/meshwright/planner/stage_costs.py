@@ -6,7 +6,7 @@ follow without tracing again. A stage sums the costs of its units, divided by it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -80,14 +80,14 @@ class StageCosts:
         by_compute: bool = False,
         worst: bool = False,
         prices: KernelPrices | None = None,
-        host: HostPasses | None = None,
+        host: Callable[[str], HostPasses | None] = lambda precision: None,
         compiled: Mapping[str, CompiledBlocks] | None = None,
     ) -> None:
         """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
         With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
-        are those of measured kernels, and `host` is the model's own pass on the cluster's host. `compiled` is, by
-        precision, what compiling the model as a whole makes of its blocks.
+        are those of measured kernels. `host` tells, by precision, the model's own pass on the cluster's host, if that is
+        timed. `compiled` is, by precision, what compiling the model as a whole makes of its blocks.
         """
         self._compiled: Mapping[str, CompiledBlocks] = {} if compiled is None else compiled
         self._worst, self.prices, self.host = worst, prices, host
@@ -366,9 +366,14 @@ class StageCosts:
                 (_part_of(share.forward, parts // share.parts), _part_of(share.backward, parts // share.parts))
                 for share in shares
             ),
-            host=None if self.host is None or compiled else self.host.units.get(unit.like),
+            host=self._own_host(unit, case, compiled),
             kernels=passes[0] + passes[1],
         )
+
+    def _own_host(self, unit: UnitCosts, case: _Case, compiled: bool) -> tuple[float, float] | None:
+        """Host seconds of a unit's own forward and backward, if they are timed and run."""
+        passes = None if compiled else self.host(case.policy[0])
+        return None if passes is None else passes.units.get(unit.like)
 
     def _compiled_kernels(self, unit: UnitCosts, case: _Case) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]] | None:
         """Forward and backward of a block as the compiler fuses it; None if that is not known."""

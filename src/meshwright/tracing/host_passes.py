@@ -11,14 +11,16 @@ import gc
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.describe.as_on_cuda import composites_as_on_cuda
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.observe import SAMPLES, call_model, make_batch
 from meshwright.describe.structure import map_tensors
 from meshwright.errors import JobError, one_line
@@ -42,21 +44,29 @@ Times = list[list[float]]
 """Seconds of forward and backward of each unit."""
 
 
-def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.thread_time) -> HostPasses:
+def time_host_passes(
+    job: Job, facts: ModelFacts, precision: str = "fp32", clock: Clock = time.thread_time
+) -> HostPasses:
     """Host seconds of each unit's forward and backward; `JobError` if the model does not run on meta tensors.
 
-    The clock is that of this thread, which other processes do not advance.
+    They include what the engine does within a pass, which in 16 bits looks at every function. The clock is that of this
+    thread, which other processes do not advance.
     """
     blueprint = record(job.model, seed=0, values=False)
+    blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
+    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     model = blueprint.model.to(META)
     set_attributes(model, blueprint.attributes, _empty)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(DTYPES[precision])
     batch = map_tensors(meta_of, make_batch(job, SAMPLES))
     names = [*(call.name for call in facts.calls), LOSS]
 
     def step(watch: Stopwatch) -> None:
         with _watched(model, names[:-1], watch):
             output = call_model(job, model, batch)
-            total, _ = job.loss(output, batch)
+            total, _ = loss_under(precision, job)(output, batch)
             _differentiate(model, total, watch)
 
     errors = []
@@ -64,21 +74,28 @@ def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.thread_tim
     for default in (nullcontext, lambda: torch.device(META)):
         try:
             with default(), composites_as_on_cuda():
-                times = _own_times(step, names, clock, facts.blocks)
+                rounds = _own_rounds(step, names, clock, facts.blocks)
             break
         except Exception as error:
             errors.append(error)
     else:
         raise JobError(f"The model's pass cannot be timed on meta tensors: {one_line(errors[-1])}") from errors[-1]
+    reference, speed = _reference_rounds(clock), rounds.speed  # the same speed, because only the ratio counts
     units: dict[str, tuple[float, float]] = {}
-    for name, (forward, backward) in zip(names, times, strict=True):
+    for name, times in zip(names, rounds.at(speed), strict=True):
+        forward, backward = (max(0.0, seconds) for seconds in times)
         before = units.get(name, (0.0, 0.0))  # a module may be called several times
         units[name] = max(before[0], forward), max(before[1], backward)
-    return HostPasses(units=units, reference=time_reference(clock))
+    return HostPasses(units=units, reference=sum(reference.at(speed)[0]))
 
 
 def time_reference(clock: Clock = time.thread_time) -> float:
     """Host seconds of forward and backward of a small fixed model: how fast this machine's host is."""
+    rounds = _reference_rounds(clock)
+    return sum(rounds.at(rounds.speed)[0])
+
+
+def _reference_rounds(clock: Clock) -> _Rounds:
     with torch.device(META):
         blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(16)]
         model, x = nn.Sequential(*blocks), torch.empty(2, 16, 64)
@@ -89,13 +106,12 @@ def time_reference(clock: Clock = time.thread_time) -> float:
 
     notes = NoteResults()
     _timed(step, 1, clock, notes)
-    rounds: list[Times] = []
-    speeds: list[_Overhead] = []
+    rounds = _Rounds()
     with _without_collector():
         for _ in range(ROUNDS):
-            speeds.append(_time_overhead(clock))
-            rounds.append(_timed(step, 1, clock, RepeatResults(notes.results)))
-    return sum(_undisturbed(rounds, speeds)[0])
+            rounds.speeds.append(_time_overhead(clock).made)
+            rounds.times.append(_timed(step, 1, clock, RepeatResults(notes.results)))
+    return rounds
 
 
 class Stopwatch:
@@ -136,7 +152,31 @@ class _Overhead:
     passed: float
 
 
-def _own_times(step: Callable[[Stopwatch], None], names: list[str], clock: Clock, blocks: Collection[str]) -> Times:
+@dataclass(frozen=True)
+class _Rounds:
+    """Several timings of the same, and what the mode took for one operator beside each.
+
+    Other processes slow down all Python alike, and for longer than a round.
+    """
+
+    times: list[Times] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """What the mode takes on an undisturbed host: the lower quartile, because the shortest may be a lucky one."""
+        return quantiles(self.speeds, n=4)[0]
+
+    def at(self, speed: float) -> Times:
+        """The median of the rounds, each as it would be if the mode took so long."""
+        scales = [speed / own if own else 1.0 for own in self.speeds]
+        scaled = [
+            [[t * scale for t in unit] for unit in times] for times, scale in zip(self.times, scales, strict=True)
+        ]
+        return [[median(times) for times in zip(*unit, strict=True)] for unit in zip(*scaled, strict=True)]
+
+
+def _own_rounds(step: Callable[[Stopwatch], None], names: list[str], clock: Clock, blocks: Collection[str]) -> _Rounds:
     """The times of the units, less what the mode takes for their operators."""
     notes, units = NoteResults(), len(names)
     _timed(step, units, clock, notes)
@@ -149,30 +189,19 @@ def _own_times(step: Callable[[Stopwatch], None], names: list[str], clock: Clock
     skipped = next((name for name, ran in zip(names, made, strict=True) if name in blocks and not any(ran)), None)
     if skipped is not None:  # a value decides, such as a number that was drawn to drop a layer
         raise JobError(f"{skipped} computes nothing there.")
-    rounds: list[Times] = []
-    speeds: list[_Overhead] = []
+    rounds = _Rounds()
     with _without_collector():
         for _ in range(ROUNDS):
-            speeds.append(_time_overhead(clock))
+            took = _time_overhead(clock)
             whole = timed(lambda mode: clock)
-            rounds.append(
+            rounds.speeds.append(took.made)
+            rounds.times.append(
                 [
-                    [t - m * speeds[-1].made - p * speeds[-1].passed for t, m, p in zip(*unit, strict=True)]
+                    [t - m * took.made - p * took.passed for t, m, p in zip(*unit, strict=True)]
                     for unit in zip(whole, made, passed, strict=True)
                 ]
             )
-    return [[max(0.0, seconds) for seconds in unit] for unit in _undisturbed(rounds, speeds)]
-
-
-def _undisturbed(rounds: list[Times], speeds: list[_Overhead]) -> Times:
-    """The median of the rounds, each by what the mode took at the same time, at the speed of the fastest.
-
-    Other processes slow down all Python alike, and for longer than a round.
-    """
-    best = min(speed.made for speed in speeds)
-    scales = [best / speed.made if speed.made else 1.0 for speed in speeds]
-    scaled = [[[t * scale for t in unit] for unit in times] for times, scale in zip(rounds, scales, strict=True)]
-    return [[median(times) for times in zip(*unit, strict=True)] for unit in zip(*scaled, strict=True)]
+    return rounds
 
 
 def _time_overhead(clock: Clock) -> _Overhead:

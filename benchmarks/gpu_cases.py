@@ -11,6 +11,7 @@ import unseen_fifth_jobs  # noqa: F401  # adds its jobs to the others
 import unseen_fourth_jobs  # noqa: F401
 import unseen_jobs
 import unseen_second_jobs  # noqa: F401
+import unseen_seventh_jobs  # noqa: F401
 import unseen_sixth_jobs  # noqa: F401
 import unseen_third_jobs  # noqa: F401
 from torch import nn

@@ -86,7 +86,7 @@ class StageCosts:
         """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
         With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
-        are those of measured kernels. `host` tells, by precision, the model's own pass on the cluster's host, if that is
+        are those of measured kernels. `host` tells the model's own pass on the cluster's host by precision, if it is
         timed. `compiled` is, by precision, what compiling the model as a whole makes of its blocks.
         """
         self._compiled: Mapping[str, CompiledBlocks] = {} if compiled is None else compiled

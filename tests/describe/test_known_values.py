@@ -148,3 +148,16 @@ def test_packed_sequences() -> None:
         padded.sum().backward()
     assert padded.shape == (2, 5, WIDTH)
     assert sizes.tolist() == [3, 2]
+
+
+def test_values_that_are_repeated_along_dims_are_known_however_many_they_are() -> None:
+    reads, places = ReadValues(), torch.ones(2, 4096, dtype=torch.int64)
+    places[1, -3:] = 0
+    with FakeTensorMode(allow_non_fake_inputs=True), known_values(reads):
+        mask = set_value(torch.empty(2, 4096, dtype=torch.int64), places)
+        mask = 1.0 - mask[:, None, None].expand(-1, 1, 4096, -1).to(torch.float32)  # as Longformer makes it
+        mask = (mask.masked_fill(mask.bool(), -1e9) * mask)[:, 0, 0, :]
+        assert (mask < 0).sum().item() == 3 and not (mask > 0).any()
+        assert not any(reads.lines.values())
+        dropped = torch.ones(4096, 1).expand(-1, 4096).bernoulli()
+        assert dropped.sum().item() and any(reads.lines.values())  # random numbers are not alike

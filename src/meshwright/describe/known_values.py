@@ -134,6 +134,7 @@ class _KnownValues(TorchDispatchMode):
             return
         if not self._worth(func, given, made) or not all(isinstance(tensor, FakeTensor) for tensor in changed):
             self._forget(changed)
+            self._follow_repeated(func, args, kwargs, made)
             return
         bound = FLOATS if all(tensor.is_floating_point() for tensor in made) else INTEGERS
         if any(self._value(tensor) is None and tensor.numel() > bound for tensor in given):
@@ -164,6 +165,23 @@ class _KnownValues(TorchDispatchMode):
         for tensor in changed:
             if _VALUE in getattr(tensor, "__dict__", {}):
                 delattr(tensor, _VALUE)
+
+    def _follow_repeated(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+        """Known values repeated along some dims, as an expanded mask is, whose result has too many elements."""
+        found = {id(tensor): self._value(tensor) for tensor in tensors_in((args, kwargs))}
+        known = {key: value for key, value in found.items() if value is not None}
+        if len(made) != 1 or not known or len(known) < len(found):
+            return
+        reals = {key: value.real for key, value in known.items()}
+        try:
+            with outside_of_modes(), torch.no_grad():
+                real = _view(func, args, kwargs, reals) if _is_view(func) else None
+                if _is_elementwise(func):
+                    real = _compute_once(func, args, kwargs, reals, made[0].shape)
+        except Exception:  # what is dense for the model cannot always be viewed alike if it is repeated
+            return
+        if real is not None and real.shape == made[0].shape:
+            setattr(made[0], _VALUE, _Value(real, any(value.guessed for value in known.values())))
 
     def _follow_uniform(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Conditions on each element of a large tensor: all are like that on the number 1."""
@@ -310,6 +328,36 @@ class _KnownValues(TorchDispatchMode):
 def _is_unsafe(func: Any) -> bool:
     """Whether a kernel may crash on made-up values: those of recurrent layers trust their workspaces."""
     return any(word in func.overloadpacket.__name__ for word in ("rnn", "lstm", "gru"))
+
+
+def _is_view(func: Any) -> bool:
+    return not schema_of(func).is_mutable and any(argument.alias_info for argument in schema_of(func).arguments)
+
+
+def _view(func: Any, args: Any, kwargs: Any, reals: dict[int, torch.Tensor]) -> Any:
+    real_args, real_kwargs = change_leaves(lambda leaf: reals.get(id(leaf), leaf), (args, kwargs))
+    return func(*real_args, **real_kwargs)
+
+
+def _compute_once(
+    func: Any, args: Any, kwargs: Any, reals: dict[int, torch.Tensor], shape: torch.Size
+) -> torch.Tensor | None:
+    """The result of an elementwise operator, repeated as its arguments are; None if too many elements are not."""
+    repeated = {key: real.expand(shape) for key, real in reals.items()}
+    strides = zip(*(real.stride() for real in repeated.values()), strict=True)
+    once = tuple(slice(None) if any(each) else slice(1) for each in strides)
+    parts = {key: real[once] for key, real in repeated.items()}
+    if any(part.numel() > FLOATS for part in parts.values()):
+        return None
+    real_args, real_kwargs = change_leaves(lambda leaf: parts.get(id(leaf), leaf), (args, kwargs))
+    found: torch.Tensor = func(*real_args, **real_kwargs)
+    return found.expand(shape)
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether each element of the result comes from those at its place, and nothing is changed."""
+    pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in ("_to_copy", "clone")
+    return pointwise and torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
 
 
 def _is_constant(func: Any) -> bool:

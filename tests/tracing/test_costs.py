@@ -133,6 +133,33 @@ def test_a_bias_that_blocks_pass_on_is_kept_once() -> None:
     assert ModelCosts.from_json(costs.to_json()) == costs
 
 
+class Slope(nn.Module):
+    """Returns the slope of what equal blocks compute, which is trained."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        height = place
+        for block in self.blocks:
+            height = block(height)
+        (slope,) = torch.autograd.grad(height.sum(), place, create_graph=True)
+        return slope.square().mean()
+
+
+def test_gradients_in_the_forward_pass_go_through_every_block() -> None:
+    """Equal blocks are skipped otherwise, and what their gradients compute and keep would be missing."""
+    costs = {depth: _costs(lambda depth=depth: Slope(depth)) for depth in (3, 6)}
+    product = 2 * 4 * TOKENS * WIDTH * WIDTH
+    assert costs[6].flops(4) == 6 * 6 * product  # output and slope of each block, and two gradients of either
+    tensor = TOKENS * WIDTH * 4
+    last = {depth: found.units[-1] for depth, found in costs.items()}  # where the slope is taken
+    assert (last[6].kept.each - last[3].kept.each) / 3 >= 2 * tensor
+    assert (last[6].backward_peak.at(4) - last[3].backward_peak.at(4)) / 4 / 3 >= 2 * tensor
+
+
 class TwoMoments(nn.Module):
     """With few samples its fullest moment is a large product of weights, with many one of its own."""
 

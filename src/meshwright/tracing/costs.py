@@ -122,7 +122,20 @@ def _trace(
         ) from error
 
 
+class _GradientInForward(Exception):
+    """The model takes a gradient in its forward pass, through a block that was skipped."""
+
+
 def _step(
+    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, batch: Any
+) -> list[Segment]:
+    try:
+        return _run(job, facts, blueprint, kinds, precision, batch)
+    except _GradientInForward:
+        return _run(job, facts, blueprint, {}, precision, batch)
+
+
+def _run(
     job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, batch: Any
 ) -> list[Segment]:
     model, recorder = blueprint.model, UnitRecorder(facts)
@@ -173,11 +186,16 @@ def _watch(
 ) -> AbstractContextManager[None]:
     """Tell the recorder about every call of a unit, and skip calls of blocks that are equal to one that ran before.
 
-    Blocks that are called in a loop all run: a round frees what the round before it left, and keeps what it was given.
+    Blocks that `kinds` does not name all run, and so do those that are called in a loop: a round frees what the round
+    before it left, and keeps what it was given.
     """
     calls = _CallOrder([call.name for call in facts.calls])
     times = Counter(call.name for call in facts.calls)
     seen: dict[Any, tuple[int, Any]] = {}
+
+    def pass_gradient() -> None:
+        if not recorder.in_backward:
+            raise _GradientInForward
 
     def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         index = calls.next(name)
@@ -189,11 +207,12 @@ def _watch(
         inputs: list[torch.Tensor] = []
         key = kinds.get(name), arrival_of(leaves, inputs, other=type), str(tree)
         recorder.take(index, inputs)
-        if segment.is_block and times[name] == 1 and key in seen:
+        skippable = name in kinds and segment.is_block and times[name] == 1
+        if skippable and key in seen:
             segment.ran_as, made = seen[key]
             segment.like = recorder.segments[segment.ran_as].name
             reached = [tensor for tensor in inputs if tensor.requires_grad]
-            output = tree_map_only(MadeTensor, lambda tensor: tensor.connected_to(reached), made)
+            output = tree_map_only(MadeTensor, lambda tensor: tensor.connected_to(reached, pass_gradient), made)
         else:
             segment.like = name
             output = forward(*args, **kwargs)

@@ -75,7 +75,7 @@ class UnitRecorder:
         self.segments = [Segment(call.name, call.name, call.name in facts.blocks, call.reads) for call in facts.calls]
         self.segments.append(Segment(LOSS, LOSS, False, ()))
         self._at = 0
-        self._backward = False
+        self.in_backward = False
 
     def enter(self, index: int) -> None:
         """Begin a unit's forward pass, and end that of the unit before it."""
@@ -132,8 +132,8 @@ class UnitRecorder:
             after.forward_peak += size
 
     def return_to(self, index: int) -> None:
-        """Begin the backward pass of a unit."""
-        if index < self._at:
+        """Begin the backward pass of a unit. What gradients in the forward pass take is of the unit that runs."""
+        if self.in_backward and index < self._at:
             self.end_backward()
             self._at = index
             self.meter.peak = self.meter.live
@@ -145,7 +145,7 @@ class UnitRecorder:
 
     def begin_backward(self) -> None:
         self._close_forward()
-        self._backward = True
+        self.in_backward = True
         self.meter.peak = self.meter.live
 
     def _close_forward(self) -> None:
@@ -159,4 +159,4 @@ class UnitRecorder:
 
     def _ran(self, work: OperatorRun) -> None:
         segment = self.segments[self._at]
-        (segment.backward if self._backward else segment.forward).append(work)
+        (segment.backward if self.in_backward else segment.forward).append(work)

@@ -54,7 +54,7 @@ def _units(facts: ModelFacts, strategy: Strategy) -> list[dict[str, Any]]:
     """What is gathered and reduced together: each shard unit, then the rest, then what every rank keeps whole."""
     technique = data_strategy(strategy)
     layout, whole = technique.layout(strategy), technique.kept_whole(facts)
-    units = () if strategy.traits.gathers and facts.blocks_by_value else facts.shard_units
+    units = facts.gathered_units if strategy.traits.gathers else facts.shard_units
     groups: dict[str, list[ParameterFacts]] = {name: [] for name in (*units, AROUND, WHOLE)}
     for parameter in facts.parameters:
         unit = unit_of(parameter.name, units) or AROUND

@@ -210,6 +210,11 @@ class ModelFacts:
         return tuple(p.name for p in self.parameters if p.trainable and not p.used)
 
     @property
+    def gathered_units(self) -> tuple[str, ...]:
+        """The shard units of strategies that gather parameters for them: none if ranks may call different ones."""
+        return () if self.blocks_by_value else self.shard_units
+
+    @property
     def models_language(self) -> bool:
         """Whether it is a stack of blocks that ends in a cross entropy over a vocabulary."""
         return bool(self.blocks) and self.head is not None and self.head.classes >= VOCABULARY

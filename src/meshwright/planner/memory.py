@@ -98,14 +98,19 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
     Backward frees a unit's activations and copies and allocates its gradients, so the peak is at the loss or at the
     first unit.
     """
+    at_once = step_layout.gathers and not any(unit.in_units for unit in stage.units)
 
     def held(work: StageWork | UnitWork) -> float:
+        if at_once:  # gradients are whole until backward has ended
+            return work.trainable * step_layout.compute_bytes
         own = step_layout.per_rank(work.trainable, work.inside, step_layout.gradients_over)
         return own * step_layout.gradient_bytes
 
     freed = 0 if step_layout.offload == "params" else step_layout.cast_bytes
     gathered = {id(unit): _gathered(step_layout, [stage], unit) for unit, _ in stage.counted}
     outside = min(gathered.values(), default=0.0)
+    if at_once:
+        outside = stage.trainable * step_layout.reduce_bytes
     before, gradients, most = stage.kept, 0.0, held(stage)
     least = parameters - stage.elements * freed
     fullest = {"parameters": least, "activations": 0.0, "gradients": most, "gathered": outside}
@@ -128,6 +133,8 @@ def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) 
     blocks = max((unit.gathered_with for unit in units if unit.is_block), default=0)
     unit = blocks if running.is_block else running.gathered_with
     held = sum(stage.elements for stage in own)
+    if not any(unit.in_units for unit in units):
+        return 2 * held * low  # nothing is gathered after it, so the message stays beside what was copied out of it
     if step_layout.reshards:
         around = max(0, held - sum(unit.in_units for unit in units))  # gathered with the model's root, and kept
         held = around + (GATHERED_UNITS if running.is_block else 1) * unit

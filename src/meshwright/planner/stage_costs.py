@@ -59,6 +59,8 @@ class _Case(NamedTuple):
     """Whether the output layer and the loss run in pieces."""
     fuses_loss: bool = False
     """Whether the code of the loss is compiled: the job's function, and the model's code if that is compiled whole."""
+    gathers: bool = False
+    """Whether the data axis gathers parameters, unit by unit if it can."""
     recorded: bool = True
     """Whether inner axes run recorded programs; other engines' code keeps nothing beside."""
 
@@ -133,6 +135,7 @@ class StageCosts:
             gathered,
             step_layout.pieced,
             self._fuses_loss(step_layout),
+            gathers=step_layout.gathers,
             recorded=not step_layout.elastic,
         )
         return self._stages(case, step_layout.stages)
@@ -297,17 +300,19 @@ class StageCosts:
             inside += part if trained and within else 0
         return elements, trainable, inside
 
-    def _by_shard_unit(self, names: set[str]) -> dict[str, set[str]]:
+    def _by_shard_unit(self, names: set[str], *, gathers: bool) -> dict[str, set[str]]:
         """Parameters by the shard unit that holds them, without those that no unit holds."""
+        units = self._facts.gathered_units if gathers else self._facts.shard_units
         found: dict[str, set[str]] = {}
         for name in names:
-            if unit := unit_of(name, self._facts.shard_units):
+            if unit := unit_of(name, units):
                 found.setdefault(unit, set()).add(name)
         return found
 
-    def _size_units(self, inner: Inner) -> dict[str, int]:
+    def _size_units(self, inner: Inner, gathers: bool) -> dict[str, int]:
         """The elements of each shard unit."""
-        return {name: self._held(held, inner)[0] for name, held in self._by_shard_unit(set(self._names)).items()}
+        units = self._by_shard_unit(set(self._names), gathers=gathers)
+        return {name: self._held(held, inner)[0] for name, held in units.items()}
 
     def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
         micro_batch, compiled = case.micro_batch, case.compiled and (unit.is_block or not case.divided)
@@ -318,7 +323,7 @@ class StageCosts:
         parts = prod(share.parts for share in shares)
         read = {self._first[name] for name in unit.parameters}
         elements, trainable, inside = self._held(read, case.inner)
-        shard_units = self._by_shard_unit(read)
+        shard_units = self._by_shard_unit(read, gathers=case.gathers)
         ways = self._compiled_kernels(unit, case)
         if ways is not None:
             passes = [self._seconds(part, micro_batch, shares, compiled=False) for part in ways]
@@ -356,7 +361,7 @@ class StageCosts:
             forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered + passing + crowd,
             backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved + 2 * passing + 1.5 * crowd,
             elements=elements,
-            gathered_with=max((self._unit_sizes(case.inner)[name] for name in shard_units), default=0),
+            gathered_with=max((self._unit_sizes(case.inner, case.gathers)[name] for name in shard_units), default=0),
             in_units=sum(self._held(names, case.inner)[0] for names in shard_units.values()),
             trainable=trainable,
             inside=inside,

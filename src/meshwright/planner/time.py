@@ -137,6 +137,8 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
 def _gathering_beside(site: Site, stage: StageWork) -> float:
     """Exposed seconds on GPUs: gathers overlap with the previous block, gradient sums with the next."""
     layout = site.step_layout
+    if stage.around == stage.elements:  # there are no shard units
+        return _gathering_alone(site, stage)
     moves = {
         unit.name: (
             _gather(site, unit.elements, unit.inside),
@@ -159,7 +161,7 @@ def _gathering_beside(site: Site, stage: StageWork) -> float:
 
 
 def _gathering_alone(site: Site, stage: StageWork) -> float:
-    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends.
+    """Seconds of all messages, if nothing is computed meanwhile: a CPU has no streams, so FSDP2 does not overlap there.
 
     What is in no shard unit is gathered together and stays gathered until the end of backward.
     """

@@ -1,6 +1,7 @@
 """BatchNorm over ranks: by answering the call of `batch_norm` inside of the module's own forward."""
 
 import inspect
+from collections import Counter
 from dataclasses import fields
 from typing import Any
 
@@ -75,7 +76,7 @@ def batch_for(kind: str, ranks: int) -> Tensor:
     return x.double() * 5 + 3 if kind == "double" else x * 5 + 3
 
 
-def normalised(world: World | None, kind: str) -> list[Tensor]:
+def normalised(world: World | None, kind: str, compiled: bool = False) -> list[Tensor]:
     """Outputs in training and in evaluation, gradients of input and parameters, and buffers; of all ranks together."""
     torch.manual_seed(0)
     ranks, rank = (world.ranks, world.rank) if world else (2, 0)
@@ -89,8 +90,9 @@ def normalised(world: World | None, kind: str) -> list[Tensor]:
     whole = batch_for(kind, ranks)
     x = whole.chunk(ranks)[rank] if world else whole
     x = x.clone().requires_grad_()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for _ in range(2):
-        y = model(x)
+        y = call(x)
     (y * y.detach().cos()).sum().backward()
     gradients = [x.grad, *(p.grad for p in model.parameters())]
     if world is not None:
@@ -112,6 +114,16 @@ def test_ranks_normalise_as_one_process(two_ranks: RankPool, kind: str) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             tolerance = 1e-12 if kind == "double" else 1e-5
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "untracked", "not affine"])
+def test_the_compiler_follows_them(two_ranks: RankPool, kind: str) -> None:
+    """As one graph; where it stops, the block that it is in runs eagerly."""
+    expected = normalised(None, kind)
+    for found in two_ranks(normalised, kind, True):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def refusal(world: World) -> str:
@@ -155,10 +167,18 @@ def test_the_kernels_of_torch_are_called_as_they_want() -> None:
     assert [item.name for item in fields(NormCall)] == given
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve, self.normalise = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalise(self.convolve(x)).relu()
+
+
 def traced(strategy: str, ranks: int) -> Trace:
     def build() -> nn.Module:
-        layers = [nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 64 * 64, 2))
+        return nn.Sequential(*(Block() for _ in range(4)), nn.Flatten(), nn.Linear(8 * 64 * 64, 2))
 
     job = mw.Job(
         model=build,
@@ -182,3 +202,15 @@ def test_statistics_are_sent() -> None:
     messages = traced("ddp", 2).messages
     gathered = [one for one in messages if "gather" in one.kind]
     assert sum(one.bytes * one.count for one in gathered) == 4 * 2 * (2 * 8 + 1) * 4
+
+
+def test_a_compiled_trace_sums_statistics_in_its_graph() -> None:
+    """A sum and a count of each of 8 channels, then squares, and the gradients of both; no image is kept in fp32.
+
+    Besides what eager blocks keep, the compiler keeps a bool of each element of a block's output.
+    """
+    eager, compiled = traced("ddp,bf16", 2), traced("ddp,bf16,compile", 2)
+    assert compiled.unseen == ""
+    assert compiled.memory["activations"] <= eager.memory["activations"] + 4 * 16 * 8 * 64 * 64
+    summed = Counter({one.bytes: one.count for one in compiled.messages if one.bytes in (9 * 4, 8 * 4)})
+    assert summed == {9 * 4: 2 * 4, 8 * 4: 2 * 4}

@@ -1,3 +1,4 @@
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,11 @@ from meshwright.torch_private.modules import (
     SyncBatchNormFunction,
     convert_tensors,
     extra_padding,
+    given_to_batch_norm,
     has_global_hooks,
     incompatible_keys,
     is_compiled,
+    is_plain_batch_norm,
     lend_tensors,
     overrides_convolution,
     padding_of_both_sides,
@@ -44,6 +47,30 @@ def test_a_batch_norm_takes_any_number_of_dims() -> None:
         assert module(torch.ones(3, 2, *[1] * (dims - 2))).dim() == dims
     with pytest.raises(ValueError, match="at least 2D"):
         module(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"momentum": 0.3, "eps": 0.1}],
+)
+def test_a_batch_norm_gives_the_same_to_the_function(options: dict[str, Any]) -> None:
+    own, ours = nn.BatchNorm2d(2, **options), nn.BatchNorm2d(2, **options)
+    for _ in range(3):  # the share of a batch may depend on how many there were
+        x = torch.randn(4, 2, 3, 3)
+        expected = own(x)
+        assert torch.equal(F.batch_norm(**given_to_batch_norm(ours, x), training=True), expected)
+    assert all(torch.equal(*pair) for pair in zip(own.buffers(), ours.buffers(), strict=True))
+    with pytest.raises(ValueError, match="expected 4D"):
+        given_to_batch_norm(ours, torch.randn(4, 2))
+
+
+def test_a_forward_of_its_own_is_not_pytorch_s() -> None:
+    class Activated(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).relu()
+
+    for kind, plain in ((nn.BatchNorm1d, True), (nn.SyncBatchNorm, False), (Activated, False)):
+        assert is_plain_batch_norm(functools.partial(kind.forward, kind(2))) == plain
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout])

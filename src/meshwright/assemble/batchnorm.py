@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import JobError
 from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.strategies.collectives import all_gather
-from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm, SyncBatchNormFunction
+from meshwright.torch_private.collectives import sum_over
+from meshwright.torch_private.modules import (
+    AnyBatchNorm,
+    BatchNorm,
+    SyncBatchNormFunction,
+    given_to_batch_norm,
+    is_plain_batch_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, normalis
 @lru_cache(maxsize=8)
 def _over(group: dist.ProcessGroup, normalise: Normalise) -> Around:
     def around(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if module.training and is_plain_batch_norm(forward):  # the compiler cannot follow a mode
+            return normalise(NormCall(**given_to_batch_norm(module, *args, **kwargs)), group)
         with _Redirected(normalise, group) as redirected:
             output = forward(*args, **kwargs)
         if module.training and not redirected.calls:
@@ -104,7 +113,12 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def normalise_on_cuda(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
-    """`F.batch_norm` with the statistics of all ranks' inputs, by the kernels of `nn.SyncBatchNorm`."""
+    """`F.batch_norm` with the statistics of all ranks' inputs, by the kernels of `nn.SyncBatchNorm`.
+
+    A compiler would stop at those; it fuses plain operators with what is around them.
+    """
+    if torch.compiler.is_compiling():
+        return normalise_plainly(call, group)
     mean, variance, ranks = call.running_mean, call.running_var, dist.get_world_size(group)
     output: torch.Tensor = SyncBatchNormFunction.apply(
         call.input, call.weight, call.bias, mean, variance, call.eps, call.momentum, group, ranks
@@ -117,28 +131,31 @@ def normalise_alone(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
 
     The kernels of `nn.SyncBatchNorm` fail on the fake process group, because they read what they gather.
     """
+    if torch.compiler.is_compiling():
+        return normalise_plainly(call, group)
     sent = _StatisticsSent.apply(call.input, group)
     mean, variance, by_cudnn = call.running_mean, call.running_var, torch.backends.cudnn.enabled
     return torch.batch_norm(sent, call.weight, call.bias, mean, variance, True, call.momentum, call.eps, by_cudnn)
 
 
 def normalise_plainly(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same as `normalise_on_cuda` by plain operators, for CPUs.
+    """The same as `normalise_on_cuda` by plain operators, for CPUs and for compilers.
 
-    The mean comes first, then squares around it, so that large numbers never cancel.
+    The mean comes first, then the ranks' variances and the squares of their means around it, so that large numbers
+    never cancel. What a compiled backward needs follows from the input.
     """
     wide = torch.promote_types(call.input.dtype, torch.float32)
     x = call.input.to(wide)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    totals = _Sum.apply(torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])]), group)
+    own, count_own = torch.var_mean(x, dims, correction=0), x.numel() / x.shape[1]
+    totals = _Sum.apply(torch.cat([count_own * own[1], x.new_full((1,), count_own)]), group.group_name)
     count = totals[-1].detach()
     mean = totals[:-1] / count
-    centred = x - mean.view(shape)
-    variance = _Sum.apply(centred.square().sum(dims), group) / count
+    variance = _Sum.apply(count_own * (own[0] + (own[1] - mean).square()), group.group_name) / count
     _track(call.running_mean, mean, call.momentum)
     _track(call.running_var, variance * count / (count - 1), call.momentum)
-    y = centred * torch.rsqrt(variance + call.eps).view(shape)
+    y = (call.input - mean.view(shape)) * torch.rsqrt(variance + call.eps).view(shape)
     if call.weight is not None:
         y = y * call.weight.to(wide).view(shape)
     if call.bias is not None:
@@ -151,17 +168,13 @@ class _Sum(torch.autograd.Function):
     """Sum over ranks. Every rank's output depends on every rank's input, so gradients are summed as well."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return sum_over(value, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return sum_over(gradients[0], ctx.group), None
 
 
 class _StatisticsSent(torch.autograd.Function):

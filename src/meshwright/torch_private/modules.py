@@ -55,6 +55,31 @@ class FixedModule(nn.Module):
         return self
 
 
+def is_plain_batch_norm(forward: Callable[..., Any]) -> bool:
+    """Whether a bound `forward` is PyTorch's own."""
+    return getattr(forward, "func", None) is BatchNorm.forward
+
+
+def given_to_batch_norm(module: BatchNorm, input: torch.Tensor) -> dict[str, Any]:
+    """What PyTorch's own `forward` gives to `batch_norm` in training, once it has counted the batch."""
+    module._check_input_dim(input)
+    share = 0.0 if module.momentum is None else module.momentum
+    tracks = module.track_running_stats
+    if tracks and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            share = 1.0 / float(module.num_batches_tracked)
+    return {
+        "input": input,
+        "running_mean": module.running_mean if tracks else None,
+        "running_var": module.running_var if tracks else None,
+        "weight": module.weight,
+        "bias": module.bias,
+        "momentum": share,
+        "eps": module.eps,
+    }
+
+
 class AnyBatchNorm(BatchNorm):
     """A BatchNorm for inputs of any number of dims, as `nn.SyncBatchNorm` is."""
 

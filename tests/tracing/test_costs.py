@@ -163,10 +163,10 @@ def test_gradients_in_the_forward_pass_go_through_every_block() -> None:
 class TwoMoments(nn.Module):
     """With few samples its fullest moment is a large product of weights, with many one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 256) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.weights = nn.Parameter(torch.randn(256, 256))
+        self.weights = nn.Parameter(torch.randn(size, size))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -189,4 +189,21 @@ def test_the_fullest_moment_may_be_another_one_with_many_samples() -> None:
     assert peak.few.each < 0.1 * peak.many.each
     each = 2 * 8 * TOKENS * WIDTH * 4  # repeated, and their exponentials
     assert peak.at(256) == pytest.approx(256 * each, rel=0.1)
+    assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+
+
+def test_many_is_as_many_as_the_job_takes_if_samples_are_small() -> None:
+    job = mw.Job(
+        model=lambda: TwoMoments(2048),
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output.sum(), len(batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, TOKENS, WIDTH),
+        global_batch=4096,
+    )
+    costs = measure_costs(job, describe(job), "fp32")
+    peak = next(unit for unit in costs.units if unit.name == "first").forward_peak
+    each = 2 * 8 * TOKENS * WIDTH * 4
+    assert peak.at(64) > 2 * 64 * each  # the product of weights
+    assert peak.at(4096) == pytest.approx(4096 * each, rel=0.15)
     assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs

@@ -2,7 +2,7 @@
 
 A unit is one call of a block, or of a module with weights outside of blocks, with the operators that follow it; the
 loss is the last one. The affine cost model: every size is `fixed + each * samples` in the samples of a micro-batch, so
-two traces determine it for every batch size. Only peaks may need a third, because another moment may be the fullest.
+two traces determine it for every batch size. Only peaks may need more, because another moment may be the fullest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Peak:
     """An amount that is affine for few samples and for many: its moment may be another one when there are more."""
 
     few: Size
-    many: Size
+    many: Size | Peak
     most: int
     """The most samples that are few."""
 
@@ -159,7 +159,7 @@ class ModelCosts:
 def _peak(values: Mapping[str, Any]) -> Size | Peak:
     if "few" not in values:
         return Size(**values)
-    return Peak(Size(**values["few"]), Size(**values["many"]), values["most"])
+    return Peak(Size(**values["few"]), _peak(values["many"]), values["most"])
 
 
 def _unit(values: Mapping[str, Any]) -> UnitCosts:

@@ -1,13 +1,13 @@
 """Measure the `ModelCosts` of a job: one step of the plain model without values, for two micro-batch sizes.
 
 The affine cost model: bytes and operations of each unit are `constant + samples * slope`, fixed by the two sizes. Peaks
-of many samples have another slope if another moment is the fullest then, which a third size shows.
+of many samples have another slope if another moment is the fullest then, which larger sizes show.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,6 +57,8 @@ SIZES = (2, 4)
 """Samples in the two traces. With one sample, BatchNorm would have no variance."""
 MANY = 64
 """Samples of a third trace, whose peaks may be at other moments."""
+LARGE_BATCH = 2**26
+"""Bytes of a batch up to which a fourth trace takes more samples, if the job does: rows of a table are small."""
 NEARLY = 0.01
 """Share by which the peak of many samples may differ from what the two traces say, and counts as the same."""
 
@@ -83,8 +85,9 @@ def measure_costs(
     small, large = (_trace(job, facts, blueprint, kinds, precision, samples, device) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
     if not facts.by_value and _runs_alike(small, large):  # else a third trace would take many times as long
-        many = _trace(job, facts, blueprint, kinds, precision, MANY, device)
-        units = [_with_peaks(unit, *pair) for unit, *pair in zip(units, small, large, many, strict=True)]
+        sizes = [*SIZES, *_larger_sizes(job)]
+        more = (_trace(job, facts, blueprint, kinds, precision, samples, device) for samples in sizes[len(SIZES) :])
+        units = [_with_peaks(unit, sizes, found) for unit, *found in zip(units, small, large, *more, strict=True)]
     twins = [
         unit if segment.ran_as is None else replace(units[segment.ran_as], name=unit.name, parameters=unit.parameters)
         for unit, segment in zip(units, small, strict=True)
@@ -267,20 +270,28 @@ def _runs_alike(small: list[Segment], large: list[Segment]) -> bool:
     return all(len(one.forward) == len(other.forward) for one, other in zip(small, large, strict=True))
 
 
-def _with_peaks(unit: UnitCosts, small: Segment, large: Segment, many: Segment) -> UnitCosts:
-    """The unit with peaks that go on from the larger size to that of many samples."""
+def _larger_sizes(job: Job) -> list[int]:
+    """The samples of further traces, which are for peaks only."""
+    few = sum(tensor.nbytes for tensor in tensors_of(make_batch(job, SIZES[0]))) / SIZES[0]
+    most = min(job.global_batch, int(LARGE_BATCH / max(few, 1)))
+    return [MANY, most] if most > 2 * MANY else [MANY]
+
+
+def _with_peaks(unit: UnitCosts, sizes: Sequence[int], found: Sequence[Segment]) -> UnitCosts:
+    """The unit with peaks that go on from each size to the next."""
     return replace(
         unit,
-        forward_peak=_peak(small.forward_peak, large.forward_peak, many.forward_peak),
-        backward_peak=_peak(small.backward_peak, large.backward_peak, many.backward_peak),
+        forward_peak=_peak(sizes, [segment.forward_peak for segment in found]),
+        backward_peak=_peak(sizes, [segment.backward_peak for segment in found]),
     )
 
 
-def _peak(small: float, large: float, many: float) -> Size | Peak:
-    few = affine(small, large)
-    if isclose(few.at(MANY), many, rel_tol=NEARLY):
+def _peak(sizes: Sequence[int], peaks: Sequence[float]) -> Size | Peak:
+    few = affine(peaks[0], peaks[1], (sizes[0], sizes[1]))
+    rest = zip(sizes[2:], peaks[2:], strict=True)
+    if all(isclose(few.at(size), peak, rel_tol=NEARLY) for size, peak in rest):
         return few
-    return Peak(few, affine(large, many, (SIZES[1], MANY)), SIZES[1])
+    return Peak(few, _peak(sizes[1:], peaks[1:]), sizes[1])
 
 
 def _unit(small: Segment, large: Segment) -> UnitCosts:

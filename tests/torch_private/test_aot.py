@@ -1,4 +1,6 @@
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,18 @@ def test_its_parts_take_what_we_give_them() -> None:
 @pytest.mark.parametrize("operator", ["native_layer_norm", "_fused_rms_norm"])
 def test_norms_are_taken_apart(operator: str) -> None:
     assert getattr(torch.ops.aten, operator).default in select_decomp_table()
+
+
+def test_pooling_is_taken_apart_in_a_new_process() -> None:
+    """PyTorch's own rule reads a module that only other parts of the compiler import."""
+    code = """
+import torch
+from meshwright.torch_private.aot import select_decomp_table
+pool = select_decomp_table()[torch.ops.aten.max_pool2d_with_indices.default]
+print([tuple(one.shape) for one in pool(torch.ones(1, 1, 4, 4), [2, 2])])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout == "[(1, 1, 2, 2), (1, 1, 2, 2)]\n", ran.stderr
 
 
 def test_code_that_asks_whether_it_is_compiled() -> None:

@@ -230,8 +230,8 @@ class Planner:
                 self._compiled[precision] = compiled_blocks.measure_compiled_blocks(self.job, self.facts, costs)
             found = self._compiled[precision]
             if apart and found.kept_apart is None:
-                kept = compiled_blocks.measure_blocks_apart(self.job, self.facts, costs)
-                self._compiled[precision] = replace(found, kept_apart=kept)
+                found = compiled_blocks.measure_blocks_apart(self.job, self.facts, costs, found)
+                self._compiled[precision] = found
         except Exception as error:  # also of the model's own code, which plain plans do not run compiled
             found = self._compiled.get(precision, CompiledBlocks())
             self._compiled[precision] = replace(found, kept_apart=1.0)

@@ -42,3 +42,5 @@ class CompiledBlocks:
     """Its kernels; none if the model's blocks differ, or could not be compiled."""
     model: CompiledModel | None = None
     """In place of blocks, if the model repeats none."""
+    moments_apart: tuple[CompiledMoment, ...] = ()
+    """The moments of a step whose blocks are compiled one by one, if the model repeats none."""

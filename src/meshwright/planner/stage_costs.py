@@ -6,14 +6,14 @@ follow without tracing again. A stage sums the costs of its units, divided by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.errors import Refused
-from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel
+from meshwright.facts.compiled_blocks import CompiledBlocks, CompiledModel, CompiledMoment
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.host_passes import HostPasses
@@ -171,11 +171,14 @@ class StageCosts:
         work = [made[unit.kind] for unit in units]
         if (model := self._compiled_model(case, stages)) is not None:
             self._compile(work, model, case.micro_batch)
+            _hold(work, model.moments, case.micro_batch)
         elif case.pieced and self._facts.head is not None:
             self._piece(work, case, self._facts.head)
         elif case.fuses_loss:
             # Of the unit's costs: the work's output is what a stage would send, at most that of a block.
             work[-1] = _fused_loss(work[-1], units[-2].output.at(case.micro_batch))
+        if moments := self._moments_apart(case, stages):
+            _hold(work, moments, case.micro_batch)
         cut = self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(work))]
         groups[-1] = range(groups[-1].start, len(work))
@@ -197,8 +200,16 @@ class StageCosts:
             return None
         return self._compiled.get(case.policy[0], CompiledBlocks()).model
 
+    def _moments_apart(self, case: _Case, stages: int) -> tuple[CompiledMoment, ...]:
+        """What is known of the whole step if blocks are compiled one by one."""
+        if stages > 1 or not case.compiled or case.compiles_whole or case.divided or case.pieced:
+            return ()
+        if case.policy[1] != "none":
+            return ()
+        return self._compiled.get(case.policy[0], CompiledBlocks()).moments_apart
+
     def _compile(self, work: list[UnitWork], model: CompiledModel, micro_batch: int) -> None:
-        """Change the units' costs to shares of the whole model's; their memory is held where its moments are."""
+        """Change the units' times to shares of the whole model's."""
         passes = [self._seconds(part, micro_batch, [], compiled=False) for part in (model.forward, model.backward)]
         eager = [sum(unit.forward for unit in work) or 1.0, sum(unit.backward for unit in work) or 1.0]
         for place, unit in enumerate(work):
@@ -209,20 +220,9 @@ class StageCosts:
                 backward=passes[1].total * shares[1],
                 forward_launches=round(len(model.forward) * shares[0]),
                 backward_launches=round(len(model.backward) * shares[1]),
-                kept=0.0,
-                forward_peak=0.0,
-                backward_peak=0.0,
                 host=None,
                 kernels=passes[0] * shares[0] + passes[1] * shares[1],
             )
-        trainable = sum(unit.trainable for unit in work)
-        for moment in model.moments:
-            place, missing = max(0, len(work) - 2), moment.gradients * trainable  # the last unit is the loss
-            while place > 0 and missing >= 1:
-                missing -= work[place].trainable
-                place -= 1
-            held = max(work[place].backward_peak, moment.activations.at(micro_batch))
-            work[place] = replace(work[place], backward_peak=held)
 
     def _piece(self, work: list[UnitWork], case: _Case, head: HeadFacts) -> None:
         """Change the costs of the output layer and of the loss to those of pieces."""
@@ -414,6 +414,19 @@ class StageCosts:
         units = self._costs[policy].units
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
+
+
+def _hold(work: list[UnitWork], moments: Sequence[CompiledMoment], micro_batch: int) -> None:
+    """Let units hold the memory of a compiled step's moments, each as soon as its share of gradients is made."""
+    work[:] = (replace(unit, kept=0.0, forward_peak=0.0, backward_peak=0.0) for unit in work)
+    trainable = sum(unit.trainable for unit in work)
+    for moment in moments:
+        place, missing = max(0, len(work) - 2), moment.gradients * trainable  # the last unit is the loss
+        while place > 0 and missing >= 1:
+            missing -= work[place].trainable
+            place -= 1
+        held = max(work[place].backward_peak, moment.activations.at(micro_batch))
+        work[place] = replace(work[place], backward_peak=held)
 
 
 def _compiles_whole(step_layout: StepLayout) -> bool:

@@ -55,17 +55,18 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
     return CompiledBlocks(kept=kept, model=_model(less, most, sizes))
 
 
-def measure_blocks_apart(job: Job, facts: ModelFacts, costs: ModelCosts) -> float:
-    """Share of what eager blocks keep for backward that remains if each is compiled by itself."""
+def measure_blocks_apart(job: Job, facts: ModelFacts, costs: ModelCosts, known: CompiledBlocks) -> CompiledBlocks:
+    """What is known, with what blocks keep if each is compiled by itself."""
     strategy = refuse_trace(job, facts, Strategy.parse(f"ddp,{costs.precision},compile"), APART, "cuda")
     repeated = _find_repeated(job, facts)
     if repeated is not None:
         found = if_shorter_runs(lambda: _kept_apart(job, facts, costs, strategy, repeated))
         if found is not None:
-            return found
+            return replace(known, kept_apart=found)
     sizes = _sizes(job)
     less, most = (_trace(job, facts, strategy, samples, APART) for samples in sizes)
-    return _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
+    kept = _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
+    return replace(known, kept_apart=kept, moments_apart=_moments(less, most, sizes))
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,12 @@ def _model(less: _CompiledStep, most: _CompiledStep, sizes: tuple[int, int]) -> 
         if not (pairs and same):
             return None
         ways.append(tuple(affine_kernel(*pair, sizes) for pair in pairs))
+    return CompiledModel(forward=ways[0], backward=ways[1], moments=_moments(less, most, sizes))
+
+
+def _moments(less: _CompiledStep, most: _CompiledStep, sizes: tuple[int, int]) -> tuple[CompiledMoment, ...]:
     made = max(causes["gradients"] for causes in most.moments.values()) or 1.0
-    moments = tuple(
+    return tuple(
         CompiledMoment(
             activations=affine(_active(less.moments[name]), _active(causes), sizes),
             gradients=causes["gradients"] / made,
@@ -198,7 +203,6 @@ def _model(less: _CompiledStep, most: _CompiledStep, sizes: tuple[int, int]) -> 
         for name, causes in most.moments.items()
         if name in less.moments
     )
-    return CompiledModel(forward=ways[0], backward=ways[1], moments=moments)
 
 
 def _active(causes: Counter[str]) -> float:

@@ -49,7 +49,7 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
         found = if_shorter_runs(lambda: _of_blocks(job, facts, costs, strategy, repeated))
         if found is not None:
             return found
-    sizes = _sizes(job)
+    sizes = _sizes(job, SAMPLES[0], MORE_SAMPLES)
     less, most = (_trace(job, facts, strategy, samples) for samples in sizes)
     kept = _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
     return CompiledBlocks(kept=kept, model=_model(less, most, sizes))
@@ -63,7 +63,7 @@ def measure_blocks_apart(job: Job, facts: ModelFacts, costs: ModelCosts, known: 
         found = if_shorter_runs(lambda: _kept_apart(job, facts, costs, strategy, repeated))
         if found is not None:
             return replace(known, kept_apart=found)
-    sizes = _sizes(job)
+    sizes = _sizes(job, SAMPLES[0], MORE_SAMPLES)
     less, most = (_trace(job, facts, strategy, samples, APART) for samples in sizes)
     kept = _share(most.held - less.held, _units(costs), sizes[1] - sizes[0])
     return replace(known, kept_apart=kept, moments_apart=_moments(less, most, sizes))
@@ -93,10 +93,10 @@ def _find_repeated(job: Job, facts: ModelFacts) -> _Repeated | None:
     return _Repeated(stack, few, more) if stack.blocks >= more else None
 
 
-def _sizes(job: Job) -> tuple[int, int]:
-    """Two numbers of samples for a model without repeated blocks."""
-    times = next((n for n in TIMES if 4 * n * MORE_SAMPLES <= job.global_batch), 1)
-    return times * SAMPLES[0], times * MORE_SAMPLES
+def _sizes(job: Job, few: int, more: int) -> tuple[int, int]:
+    """Two numbers of samples, as many times these as the batch allows."""
+    times = next((n for n in TIMES if 4 * n * more <= job.global_batch), 1)
+    return times * few, times * more
 
 
 def _units(costs: ModelCosts) -> list[UnitCosts]:
@@ -107,24 +107,26 @@ def _of_blocks(
     job: Job, facts: ModelFacts, costs: ModelCosts, strategy: Strategy, repeated: _Repeated
 ) -> CompiledBlocks:
     """One block, from steps with fewer and more of them, and with more samples."""
+    sizes = _sizes(job, *SAMPLES)
     small, large, wide = (
         _trace_blocks(job, facts, strategy, repeated, blocks, samples)
-        for blocks, samples in ((repeated.few, SAMPLES[0]), (repeated.more, SAMPLES[0]), (repeated.more, SAMPLES[1]))
+        for blocks, samples in ((repeated.few, sizes[0]), (repeated.more, sizes[0]), (repeated.more, sizes[1]))
     )
-    blocks = repeated.more - repeated.few
-    kept = _share(large.kept - small.kept, repeated.added(costs))
-    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way], blocks) for way in _WAYS)
+    kept = _share(large.kept - small.kept, repeated.added(costs), sizes[0])
+    runs = [(small.runs[way], large.runs[way], wide.runs[way]) for way in _WAYS]
+    forward, backward = (_added_kernels(*own, repeated.more - repeated.few, sizes) for own in runs)
     if not (forward and backward):
         return CompiledBlocks(kept=kept)
     return CompiledBlocks(kept=kept, forward=forward, backward=backward)
 
 
 def _kept_apart(job: Job, facts: ModelFacts, costs: ModelCosts, strategy: Strategy, repeated: _Repeated) -> float:
+    samples, _ = _sizes(job, *SAMPLES)
     small, large = (
-        _trace_blocks(job, facts, strategy, repeated, blocks, SAMPLES[0], APART)
+        _trace_blocks(job, facts, strategy, repeated, blocks, samples, APART)
         for blocks in (repeated.few, repeated.more)
     )
-    return _share(large.kept - small.kept, repeated.added(costs))
+    return _share(large.kept - small.kept, repeated.added(costs), samples)
 
 
 _WAYS = ("forward", "backward")
@@ -215,13 +217,13 @@ def _copies(recorded: Recorded, strategy: Strategy) -> float:
     return max(causes["parameters"] for causes in recorded.peaks.values()) * low / 4 if low < 4 else 0.0
 
 
-def _share(kept: float, units: list[UnitCosts], samples: int = SAMPLES[0]) -> float:
+def _share(kept: float, units: list[UnitCosts], samples: int) -> float:
     eager = sum(unit.kept.at(samples) for unit in units)
     return kept / eager if eager > 0 else 1.0
 
 
 def _added_kernels(
-    small: list[OperatorRun], large: list[OperatorRun], wide: list[OperatorRun], blocks: int
+    small: list[OperatorRun], large: list[OperatorRun], wide: list[OperatorRun], blocks: int, sizes: tuple[int, int]
 ) -> tuple[Kernel, ...]:
     """The kernels that one more block adds, from those of two models and of the larger one with more samples.
 
@@ -234,4 +236,4 @@ def _added_kernels(
         for pair in [pair for pair in added if pair[0] == run]:
             taken = min(count, added[pair])
             added[pair], count = added[pair] - taken, count - taken
-    return tuple(affine_kernel(*pair, SAMPLES) for pair, count in added.items() for _ in range(round(count / blocks)))
+    return tuple(affine_kernel(*pair, sizes) for pair, count in added.items() for _ in range(round(count / blocks)))

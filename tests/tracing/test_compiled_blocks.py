@@ -153,14 +153,14 @@ def test_a_model_without_blocks_is_accounted_as_its_whole_compiled_step() -> Non
     assert {cost.kind for cost in model.backward} >= {"matmul", "other"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp,bf16,compile", "zero1,bf16,compile"])
+@pytest.mark.parametrize("strategy", ["ddp,bf16,compile", "zero1,bf16,compile", "fsdp,bf16,compile"])
 def test_layers_that_are_compiled_one_by_one_keep_what_they_keep_then(strategy: str) -> None:
     planner = planner_for(Uneven, samples=4096)
     cluster = Cluster(nodes=1, devices_per_node=8, device="H200-141GB")
     (plan,) = planner.search_named(cluster, [Strategy.parse(strategy)]).plans
     memory = dict(plan.forecast.memory)
     traced = trace_step(planner.job, planner.facts, Strategy.parse(strategy), ranks=8)
-    assert sum(memory.values()) - memory["allocator"] == pytest.approx(traced.peak, rel=0.1)
+    assert sum(memory.values()) - memory["allocator"] == pytest.approx(traced.peak, rel=0.03)
 
 
 def test_a_model_that_does_not_run_with_fewer_blocks_is_measured_and_traced_whole() -> None:

@@ -161,3 +161,33 @@ def test_values_that_are_repeated_along_dims_are_known_however_many_they_are() -
         assert not any(reads.lines.values())
         dropped = torch.ones(4096, 1).expand(-1, 4096).bernoulli()
         assert dropped.sum().item() and any(reads.lines.values())  # random numbers are not alike
+
+
+def _column(rows: Tensor) -> None:
+    rows[:, 3] = True
+
+
+def _flat(rows: Tensor) -> None:
+    rows.view(-1)[5] = True
+
+
+def _all(rows: Tensor) -> None:
+    rows |= True
+
+
+@pytest.mark.parametrize("change", [_column, _flat, _all])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize(("count", "width"), [(16, 4), (4096, 4), (4096, 4096)])
+def test_what_is_changed_through_a_view_is_not_known_as_it_was(
+    change: Callable[[Tensor], None], repeats: bool, count: int, width: int
+) -> None:
+    """A small tensor's values change with it; those of a large one, which are kept as one number, are unknown then."""
+    rows, reads = torch.zeros(count, width, dtype=torch.bool), ReadValues()
+    change(rows)
+    with FakeTensorMode(), known_values(reads):
+        one = torch.zeros(1 if repeats else count, width, dtype=torch.bool)
+        found = one.expand(count, width).clone() if repeats else one
+        change(found)
+        assert bool(found.any())
+        last = found[-1, -1].item()
+    assert last == rows[-1, -1].item() or any(reads.lines.values())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.describe.model import describe
-from meshwright.facts.costs import ModelCosts, Peak
+from meshwright.facts.costs import ModelCosts, Peak, Size
 from meshwright.tracing.costs import measure_costs
 
 WIDTH, TOKENS = 16, 64
@@ -174,36 +174,32 @@ class TwoMoments(nn.Module):
         return self.second(x.detach().repeat(1, 8, 1).exp().mean(1) * scale)
 
 
-def test_the_fullest_moment_may_be_another_one_with_many_samples() -> None:
+def _two_moments(size: int, batch: int) -> ModelCosts:
     job = mw.Job(
-        model=TwoMoments,
+        model=lambda: TwoMoments(size),
         inputs=lambda batch: (batch,),
         loss=lambda output, batch: (output.sum(), len(batch)),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         sample=lambda count: torch.randn(count, TOKENS, WIDTH),
-        global_batch=4,
+        global_batch=batch,
     )
     costs = measure_costs(job, describe(job), "fp32")
-    peak = next(unit for unit in costs.units if unit.name == "first").forward_peak
-    assert isinstance(peak, Peak)
-    assert peak.few.each < 0.1 * peak.many.each
-    each = 2 * 8 * TOKENS * WIDTH * 4  # repeated, and their exponentials
-    assert peak.at(256) == pytest.approx(256 * each, rel=0.1)
     assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    return costs
+
+
+EACH = 2 * 8 * TOKENS * WIDTH * 4
+"""Bytes of a sample at the second moment: what is repeated, and its exponentials."""
+
+
+def test_the_fullest_moment_may_be_another_one_with_many_samples() -> None:
+    peak = next(unit for unit in _two_moments(256, 4).units if unit.name == "first").forward_peak
+    assert isinstance(peak, Peak) and isinstance(peak.many, Size)
+    assert peak.few.each < 0.1 * peak.many.each
+    assert peak.at(256) == pytest.approx(256 * EACH, rel=0.1)
 
 
 def test_many_is_as_many_as_the_job_takes_if_samples_are_small() -> None:
-    job = mw.Job(
-        model=lambda: TwoMoments(2048),
-        inputs=lambda batch: (batch,),
-        loss=lambda output, batch: (output.sum(), len(batch)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        sample=lambda count: torch.randn(count, TOKENS, WIDTH),
-        global_batch=4096,
-    )
-    costs = measure_costs(job, describe(job), "fp32")
-    peak = next(unit for unit in costs.units if unit.name == "first").forward_peak
-    each = 2 * 8 * TOKENS * WIDTH * 4
-    assert peak.at(64) > 2 * 64 * each  # the product of weights
-    assert peak.at(4096) == pytest.approx(4096 * each, rel=0.15)
-    assert ModelCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    peak = next(unit for unit in _two_moments(2048, 4096).units if unit.name == "first").forward_peak
+    assert peak.at(64) > 2 * 64 * EACH  # the product of weights
+    assert peak.at(4096) == pytest.approx(4096 * EACH, rel=0.15)

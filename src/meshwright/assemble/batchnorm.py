@@ -148,13 +148,14 @@ def normalise_plainly(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
     x = call.input.to(wide)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    own, count_own = torch.var_mean(x, dims, correction=0), x.numel() / x.shape[1]
-    totals = _Sum.apply(torch.cat([count_own * own[1], x.new_full((1,), count_own)]), group.group_name)
+    own_count, (own_variance, own_mean) = x.numel() / x.shape[1], torch.var_mean(x, dims, correction=0)
+    totals = _Sum.apply(torch.cat([own_count * own_mean, x.new_full((1,), own_count)]), group.group_name)
     count = totals[-1].detach()
     mean = totals[:-1] / count
-    variance = _Sum.apply(count_own * (own[0] + (own[1] - mean).square()), group.group_name) / count
+    variance = _Sum.apply(own_count * (own_variance + (own_mean - mean).square()), group.group_name) / count
     _track(call.running_mean, mean, call.momentum)
     _track(call.running_var, variance * count / (count - 1), call.momentum)
+    # Not `x`: the compiler would keep the wide copy, because messages lie between its uses.
     y = (call.input - mean.view(shape)) * torch.rsqrt(variance + call.eps).view(shape)
     if call.weight is not None:
         y = y * call.weight.to(wide).view(shape)

@@ -11,6 +11,7 @@ The mode also helps where a fake kernel refuses what the real one accepts: it ru
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from meshwright.torch_private.fake_tensors import (
 )
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE, flop_registry, schema_of
+from meshwright.torch_private.tensors import storage_id
 
 aten = torch.ops.aten
 FLOATS, INTEGERS = 1 << 16, 1 << 24
@@ -102,6 +104,8 @@ class _KnownValues(TorchDispatchMode):
         super().__init__()
         self._reads, self._draws = reads, draws
         self._generator = torch.Generator()  # the model's own random numbers do not change
+        self._holders: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """By their storage, the tensors with values: a change of one changes its views and what it is a view of."""
 
     def read(self, tensor: torch.Tensor, look: Callable[[torch.Tensor], Any]) -> Any:
         """What `look` finds in a tensor's values."""
@@ -128,9 +132,8 @@ class _KnownValues(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         if not given and _is_constant(func) and made[0].numel() > FLOATS:
             with outside_of_modes():
-                setattr(
-                    made[0], _VALUE, _Value(_single(func, args, made[0].dtype).expand(made[0].shape), guessed=False)
-                )
+                real = _single(func, args, made[0].dtype).expand(made[0].shape)
+            self._hold(made[0], _Value(real, guessed=False))
             return
         if not self._worth(func, given, made) or not all(isinstance(tensor, FakeTensor) for tensor in changed):
             self._forget(changed)
@@ -141,14 +144,16 @@ class _KnownValues(TorchDispatchMode):
             self._forget(changed)
             self._follow_uniform(func, args, kwargs, made)
             return
+        repeated = [one for one in changed if (known := self._value(one)) is not None and _is_repeated(one, known.real)]
         try:
             real, guessed = self._run(func, args, kwargs)
         except Exception:  # made-up values may be out of an operator's range
             self._forget(changed)
             return
+        self._forget(repeated)  # it was one number for all that share the memory, of which one has changed
         for tensor, value in zip(made, tensors_in(real), strict=False):
             if value.shape == tensor.shape and value.device.type == "cpu" and isinstance(tensor, FakeTensor):
-                setattr(tensor, _VALUE, _Value(value, guessed))
+                self._hold(tensor, _Value(value, guessed))
 
     def _worth(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """Whether to compute the values of results. Products of floats are made up when they are read.
@@ -161,10 +166,18 @@ class _KnownValues(TorchDispatchMode):
         floats = INTEGERS if chosen else FLOATS
         return all(tensor.numel() <= (floats if tensor.is_floating_point() else INTEGERS) for tensor in made)
 
+    def _hold(self, tensor: torch.Tensor, value: _Value) -> None:
+        setattr(tensor, _VALUE, value)
+        self._holders.setdefault(storage_id(tensor.untyped_storage()), []).append(weakref.ref(tensor))
+
     def _forget(self, changed: list[torch.Tensor]) -> None:
-        for tensor in changed:
-            if _VALUE in getattr(tensor, "__dict__", {}):
-                delattr(tensor, _VALUE)
+        """Forget values of changed tensors, and of those that share their memory."""
+        for tensor in [tensor for tensor in changed if isinstance(tensor, FakeTensor)]:
+            key = storage_id(tensor.untyped_storage())
+            sharing = [held() for held in self._holders.pop(key, [])]
+            for one in (tensor, *(one for one in sharing if one is not None)):
+                if storage_id(one.untyped_storage()) == key and _VALUE in getattr(one, "__dict__", {}):
+                    delattr(one, _VALUE)
 
     def _follow_repeated(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Known values repeated along some dims, as an expanded mask is, whose result has too many elements."""
@@ -181,7 +194,7 @@ class _KnownValues(TorchDispatchMode):
         except Exception:  # what is dense for the model cannot always be viewed alike if it is repeated
             return
         if real is not None and real.shape == made[0].shape:
-            setattr(made[0], _VALUE, _Value(real, any(value.guessed for value in known.values())))
+            self._hold(made[0], _Value(real, any(value.guessed for value in known.values())))
 
     def _follow_uniform(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Conditions on each element of a large tensor: all are like that on the number 1."""
@@ -190,7 +203,7 @@ class _KnownValues(TorchDispatchMode):
         with outside_of_modes():
             ones = change_leaves(lambda leaf: _one(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
             for tensor, value in zip(made, tensors_in(func(*ones[0], **ones[1])), strict=True):
-                setattr(tensor, _VALUE, _Value(value.expand(tensor.shape), guessed=True))
+                self._hold(tensor, _Value(value.expand(tensor.shape), guessed=True))
 
     def _evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose number or shape depends on values."""
@@ -281,7 +294,10 @@ class _KnownValues(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             real = values[id(leaf)].real
-            return real.contiguous() if id(leaf) in changed else real  # a constant is one number until it is changed
+            if id(leaf) not in changed:
+                return real
+            # A constant is one number until it is changed. A view is changed with what it is a view of.
+            return real.clone(memory_format=torch.contiguous_format) if _is_repeated(leaf, real) else real
 
         with outside_of_modes(), torch.no_grad():
             real_args, real_kwargs = change_leaves(real_of, (args, kwargs))
@@ -316,18 +332,23 @@ class _KnownValues(TorchDispatchMode):
             elif tensor.is_floating_point():
                 real.normal_(std=0.02, generator=self._generator)
         value = _Value(real, guessed=True)
-        setattr(tensor, _VALUE, value)
+        self._hold(tensor, value)
         return value
 
     def _fake(self, real: torch.Tensor, guessed: bool) -> torch.Tensor:
         fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype)
-        setattr(fake, _VALUE, _Value(real, guessed))
+        self._hold(fake, _Value(real, guessed))
         return fake
 
 
 def _is_unsafe(func: Any) -> bool:
     """Whether a kernel may crash on made-up values: those of recurrent layers trust their workspaces."""
     return any(word in func.overloadpacket.__name__ for word in ("rnn", "lstm", "gru"))
+
+
+def _is_repeated(tensor: torch.Tensor, real: torch.Tensor) -> bool:
+    """Whether known values are fewer than the memory of the tensor, or of what it is a view of, could hold."""
+    return real.untyped_storage().nbytes() < tensor.untyped_storage().nbytes()
 
 
 def _is_view(func: Any) -> bool:

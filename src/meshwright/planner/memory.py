@@ -98,7 +98,7 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
     Backward frees a unit's activations and copies and allocates its gradients, so the peak is at the loss or at the
     first unit.
     """
-    at_once = step_layout.gathers and not any(unit.in_units for unit in stage.units)
+    at_once = step_layout.gathers and stage.is_one_unit
 
     def held(work: StageWork | UnitWork) -> float:
         if at_once:  # gradients are whole until backward has ended
@@ -133,7 +133,7 @@ def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) 
     blocks = max((unit.gathered_with for unit in units if unit.is_block), default=0)
     unit = blocks if running.is_block else running.gathered_with
     held = sum(stage.elements for stage in own)
-    if not any(unit.in_units for unit in units):
+    if all(stage.is_one_unit for stage in own):
         return 2 * held * low  # nothing is gathered after it, so the message stays beside what was copied out of it
     if step_layout.reshards:
         around = max(0, held - sum(unit.in_units for unit in units))  # gathered with the model's root, and kept

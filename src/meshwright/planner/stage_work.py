@@ -79,6 +79,11 @@ class StageWork:
         return max(0, self.elements - sum(unit.in_units for unit in self.units))
 
     @cached_property
+    def is_one_unit(self) -> bool:
+        """Whether no part of it is in a shard unit, so that FSDP gathers and reduces all of it at once."""
+        return not any(unit.in_units for unit in self.units)
+
+    @cached_property
     def kept(self) -> float:
         return sum(unit.kept for unit in self.units)
 

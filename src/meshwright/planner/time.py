@@ -137,7 +137,7 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
 def _gathering_beside(site: Site, stage: StageWork) -> float:
     """Exposed seconds on GPUs: gathers overlap with the previous block, gradient sums with the next."""
     layout = site.step_layout
-    if stage.around == stage.elements:  # there are no shard units
+    if stage.is_one_unit:
         return _gathering_alone(site, stage)
     moves = {
         unit.name: (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpu_steps import measure
 from own_process import Child
 from plan_gpu import account_for, errors_of, trace
 from torch import Tensor
+from turns import Turns
 
 from meshwright.strategies.context.causal import attend_at_once, attend_to_earlier
 
@@ -97,7 +98,7 @@ def main() -> None:
     attention = time_attention()
     print(attention, flush=True)
     torch.cuda.empty_cache()
-    row = measure(CASE, nullcontext(), detail=False)
+    row = measure(CASE, Turns(get_context(), 1), detail=False)
     print(row, flush=True)
     told = Child(tell, row).result()
     found = {"torch": torch.__version__, "attention": attention, "step": row, "told": told}

@@ -33,6 +33,7 @@ from gpu_cases import Case, job_of
 from gpu_steps import attempt, facts_of, facts_path, measure_all
 from kernel_cases import by_kernels, name_of, prepare
 from plan_gpu import account_for, errors_of, planner_of, trace
+from turns import Turns
 from unseen_cases import ROUNDS
 
 from meshwright.api import job_planner
@@ -137,6 +138,10 @@ def _line(row: dict[str, Any]) -> str:
     return f"{name_of(row)}: {told | reasons}"
 
 
+def _look_at(case: Case, turns: Turns, detail: bool, results: Any, facts: Path | None, inside: list[str]) -> None:
+    attempt(case, turns, _chosen(name_of(vars(case)), inside), results, facts)
+
+
 def score(measured: Path, forecasts: Path) -> None:
     told = _by_case(forecasts)
     errors: dict[str, list[float]] = {}
@@ -209,6 +214,9 @@ def main() -> None:
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--out", type=Path, help="file for the errors of all rounds that error bars are made from")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose text holds one of these")
+    parser.add_argument(
+        "--inside", nargs="+", default=[], help="measured cases of which is kept what is alive at the peak"
+    )
     parser.add_argument("--processes", type=int, default=1, help="forecasts that are made at a time (default: 1)")
     parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` and `kernels` read")
     parser.add_argument("--case", type=int, help="number of the case, for `one`")
@@ -224,7 +232,8 @@ def main() -> None:
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 
-        measured = partial(attempt if options.what == "measure" else by_kernels, facts=options.facts)
+        attempted = partial(_look_at, inside=options.inside) if options.what == "measure" else by_kernels
+        measured = partial(attempted, facts=options.facts)
         measure_all(cases_of(options.round, options.only), options.json, attempt=measured)
     else:
         score(options.json, options.forecasts)

@@ -27,9 +27,9 @@ from meshwright.tracing.operator_calls import OperatorCall
 
 BATCH, ROUNDS = 24, 9
 """Launches in a row, and how often they are timed."""
-LARGEST = 2**31
+LARGEST = 2**28
 """Bytes of an operator's inputs."""
-TRIED = 3
+TRIED = 2
 """Signatures of an operator, the smallest ones."""
 
 
@@ -84,6 +84,11 @@ def measure(names: dict[str, list[OperatorCall]], calls: dict[str, OperatorCall]
             }
 
 
+def _write(path: Path, document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(json.dumps(document)[:-1] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--facts", type=Path, required=True)
@@ -102,13 +107,13 @@ def main() -> None:
     document["add_overload_us"] = [round(launch_us(lambda: torch.ops.aten.add.Tensor(x, y))[0], 2)]
     for row in measure(smallest_calls(options.facts), all_calls(options.facts)):
         rows.append(row)
+        _write(options.json, document, rows)
         if time.perf_counter() - started > options.seconds:
             print("the time is over")
             break
     document["add_us"].append(round(launch_us(lambda: x + y)[0], 2))
     document["add_overload_us"].append(round(launch_us(lambda: torch.ops.aten.add.Tensor(x, y))[0], 2))
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    options.json.write_text(json.dumps(document)[:-1] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+    _write(options.json, document, rows)
     print({name: value for name, value in document.items() if name != "rows"}, len(rows))
 
 

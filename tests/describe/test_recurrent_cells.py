@@ -1,5 +1,6 @@
 """Recurrent cells as on CUDA: what they keep, and what their weights get."""
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -60,3 +61,13 @@ def test_real_tensors_compute_what_pytorch_does_afterwards(kind: type[nn.RNNCell
     with FakeTensorMode(), as_on_cuda():
         kind(8, 4)(torch.zeros(3, 8))
     torch.testing.assert_close(cell(x), expected)
+
+
+def test_kernels_that_pytorch_has_are_replaced_also_by_releases_that_refuse_it_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered = "aten/_thnn_fused_lstm_cell/Meta"
+    monkeypatch.setattr(torch.library, "_impls", torch.library._impls | {registered})
+    monkeypatch.setattr(torch.library.Library, "impl", partialmethod(torch.library.Library.impl, allow_override=False))
+    with as_on_cuda():
+        assert nn.LSTMCell(4, 4, device="meta")(torch.zeros(1, 4, device="meta"))[0].shape == (1, 4)

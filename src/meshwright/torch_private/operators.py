@@ -69,7 +69,7 @@ def replaced_kernels(kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> I
     overloads = [_overload(name) for name, _ in kernels]
     try:
         for (name, key), kernel in kernels.items():
-            library.impl(name, kernel, key)
+            library.impl(name, kernel, key, allow_override=True)  # torch 2.11 refuses by default
         _forget_dispatch(overloads)
         yield
     finally:

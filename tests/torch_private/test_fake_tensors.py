@@ -1,7 +1,9 @@
 import logging
+import random
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshwright.torch_private import fake_tensors
 from meshwright.torch_private.fake_tensors import (
@@ -16,6 +18,15 @@ from meshwright.torch_private.fake_tensors import (
     inside_kernel,
 )
 from meshwright.torch_private.symbolic_shapes import GuardOnDataDependentSymNode
+
+BACKWARD = {
+    **dict.fromkeys(("sigmoid_backward", "tanh_backward", "silu_backward", "gelu_backward", "mish_backward"), ()),
+    **dict.fromkeys(("hardswish_backward", "hardsigmoid_backward"), ()),
+    "threshold_backward": (0.0,),
+    "hardtanh_backward": (-1.0, 1.0),
+    "softplus_backward": (1.0, 20.0),
+}
+"""Operators of backward passes, with their numbers."""
 
 
 def test_tensors_have_a_shape_and_a_device() -> None:
@@ -35,6 +46,48 @@ def test_a_kernel_sees_meta_tensors() -> None:
         view = torch.ops.aten.t.default(tensor)
     assert tensor.device.type == "cpu"
     assert FakeTensor(mode, view, tensor.fake_device).shape == (3, 2)
+
+
+def shuffled(seed: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose dims lie in any order in memory, and some of which are expanded."""
+    drawn = random.Random(seed)
+    order = drawn.sample(range(len(shape)), len(shape))
+    sizes = [1 if drawn.random() < 0.3 else size for size in shape]
+    dense = torch.ones([sizes[dim] for dim in order], dtype=dtype)
+    return dense.permute([order.index(dim) for dim in range(len(shape))]).expand(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["add.Tensor", "mul.Tensor", "maximum", "eq.Tensor", "masked_fill", *BACKWARD])
+def test_elementwise_results_are_laid_out_as_by_a_kernel(name: str, dtype: torch.dtype) -> None:
+    """As by a CPU's here: it lays them out as a GPU does if all operands have the same dtype."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(torch.ops.aten, packet)
+
+    def run(seed: int) -> torch.Tensor:
+        left, right = (shuffled(seed + place, [2, 3, 4, 2], dtype) for place in range(2))
+        if name == "masked_fill":
+            return operator.Scalar(left, right > 0, 0.0)
+        return getattr(operator, overload or "default")(left, right, *BACKWARD.get(name, ()))
+
+    for seed in range(0, 60, 2):
+        with FakeTensorMode():
+            found = run(seed).stride()
+        assert found == run(seed).stride(), seed
+
+
+def test_what_a_model_expands_and_adds_to_channels_innermost_keeps_them_there() -> None:
+    with FakeTensorMode():
+        drawn = torch.ones(8, 16, 1, 1, dtype=torch.bfloat16).expand(-1, -1, 4, 4)
+        places = torch.ones(4, 4, 16, dtype=torch.bfloat16).permute(2, 0, 1)
+        assert (drawn + places).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_results_in_place_and_of_unknown_size_are_left_as_they_are() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x = torch.ones(4, 4, dtype=torch.bfloat16).t()
+        assert x.add_(1) is x and x.stride() == (1, 4)
+        assert (x[x > 0] * x[0, 0]).dim() == 1
 
 
 def test_values_are_refused(caplog: pytest.LogCaptureFixture) -> None:

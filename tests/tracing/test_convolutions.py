@@ -113,3 +113,19 @@ def test_the_account_counts_them_at_the_peak() -> None:
     plain = peak()
     with as_on_cuda():
         assert peak() == plain + 2 * (2 * 4 * 64 * 32 * 32 + 64 * 64 * 9)
+
+
+def test_a_transposed_convolution_to_few_channels_takes_no_tensor_cores_in_fp32() -> None:
+    """It is the gradient of one that reads so few. An H200 took no workspace for its backward pass (docs/unseen.md)."""
+    row = {
+        "dt": "float32",
+        "x": [64, 64, 32, 32],
+        "w": [64, 3, 4, 4],
+        "y": [64, 3, 64, 64],
+        "stride": [2, 2],
+        "tr": True,
+    }
+    row |= {"pad": [1, 1]}
+    assert backward(row, [True, True, False]) == [(), ()] and forward(row) == 0
+    more = row | {"w": [64, 8, 4, 4], "y": [64, 8, 64, 64]}
+    assert all(map(sum, backward(more, [True, True, False])))

@@ -58,6 +58,11 @@ class Layer:
         return self.groups == self.x.shape[1] > 1
 
     @property
+    def given_channels(self) -> int:
+        """Channels of what the convolution reads; a transposed one is the gradient of one that reads its output."""
+        return self.y.shape[1] if self.transposed else self.x.shape[1]
+
+    @property
     def channels_last(self) -> bool:
         return any(_is_channels_last(tensor) for tensor in (self.x, self.weight))
 
@@ -146,7 +151,7 @@ def _weight_gradient(layer: Layer) -> Held:
         # One fp32 gradient for each sample, which are summed, unless copying takes less.
         each = samples * elements * 4
         return (min(each, x + y) if not layer.channels_last else each,)
-    if layer.x.dtype == torch.float32 and layer.x.shape[1] < 4 and layer.taps <= DIRECT_TAPS[-1]:
+    if layer.x.dtype == torch.float32 and layer.given_channels < 4 and layer.taps <= DIRECT_TAPS[-1]:
         return ()
     return (sum(copies) + _partial_sums(layer),)
 
@@ -160,10 +165,10 @@ def _partial_sums(layer: Layer) -> int:
 
 
 def _allows_tensor_cores(layer: Layer) -> bool:
-    """Whether the dtype does, and an fp32 input has enough channels."""
+    """Whether the dtype does, and what it reads in fp32 has enough channels."""
     if layer.x.dtype in HALF:
         return True
-    return layer.x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and layer.x.shape[1] >= 4
+    return layer.x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and layer.given_channels >= 4
 
 
 def _uses_tensor_cores(layer: Layer) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.describe.dtypes import HALF
+
 aten = torch.ops.aten
 
 MULTIPROCESSORS = 132
@@ -38,6 +40,21 @@ _REDUCTIONS: dict[Any, tuple[int, int]] = {
     aten.argmin.default: (_PAIR, 1),
 }
 """The fewest bytes in which each operator adds up, and where its dims are among the arguments."""
+
+_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.prod.default, aten.prod.dim_int, aten.nansum.default)
+_RUNNING = (aten.cumsum.default, aten.cumprod.default)
+
+
+def cast_before(func: Any, args: Any, found: Any) -> int:
+    """Bytes of the copy in the result's dtype that is made before it is added up, such as that of a mask in int64.
+
+    A sum in fp32 reads 16 bits as they are; a running sum does not.
+    """
+    if func not in _SUMS and func not in _RUNNING:
+        return 0
+    given, dtype = args[0], found.dtype
+    as_it_is = func in _SUMS and given.dtype in HALF and dtype == torch.float32
+    return 0 if given.dtype == dtype or as_it_is else given.numel() * dtype.itemsize
 
 
 def reduction_staging(func: Any, args: Any) -> int:

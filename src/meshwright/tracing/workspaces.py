@@ -20,7 +20,7 @@ from meshwright.tracing.convolutions import (
 )
 from meshwright.tracing.dense_copies import dense_copies
 from meshwright.tracing.indexing import embedding_gradient, index_gradient, mask_places
-from meshwright.tracing.reductions import reduction_staging
+from meshwright.tracing.reductions import cast_before, reduction_staging
 
 aten = torch.ops.aten
 _LOOK_UPS = {
@@ -48,13 +48,14 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
     if func in _LOOK_UPS:
         return [(*dense_copies(func, args), *_LOOK_UPS[func](args))]
     staged = reduction_staging(func, args) if sums else 0
+    cast = cast_before(func, args, found)
     composed = temporaries(func, args, sums=sums)
-    sequence = [(staged,), dense_copies(func, args), *composed, *recurrent_workspaces(func, args)]
+    sequence = [(cast, staged), dense_copies(func, args), *composed, *recurrent_workspaces(func, args)]
     return [held for held in sequence if any(held)]
 
 
 def layout_copies(func: Any, args: Any, found: Any) -> int:
-    """Bytes that a convolution moves besides those of its kernel.
+    """Bytes that an operator copies to another layout or dtype besides those of its kernel.
 
     cuDNN copies tensors to another layout and back; PyTorch adds the bias to the result afterwards, and sums the
     gradient of the result for that of the bias, which takes as long as copying 2 bytes for each element.
@@ -67,7 +68,7 @@ def layout_copies(func: Any, args: Any, found: Any) -> int:
     if func is aten.convolution_backward.default:
         mask = args[-1]
         return backward_copies(_backward_layer(args), mask) + (2 * args[0].numel() if mask[2] else 0)
-    return 0
+    return cast_before(func, args, found)
 
 
 def _forward_layer(args: Any, found: Any) -> Layer:

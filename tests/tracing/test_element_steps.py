@@ -11,14 +11,17 @@ from meshwright.tracing import element_steps
 from meshwright.tracing.element_steps import (
     AFFINE,
     AFFINE_ROW,
+    APART,
     ATOMIC,
     ATOMIC_ACROSS,
     BROADCAST_CAST,
     CACHE,
     CAST,
     COLLIDING,
+    COLLIDING_ATOMIC,
     COLUMN_ROW,
     COLUMNS,
+    CROWDED,
     FASTER,
     FILLED,
     MASKED,
@@ -28,8 +31,11 @@ from meshwright.tracing.element_steps import (
     SAMPLED,
     SCALAR_CAST,
     SCATTERED,
+    SCATTERING,
     SHORT_ROW,
     SORTED_INDEX,
+    SORTED_ROW,
+    SORTING,
     TRANSPOSED,
     compiled_scatter_steps,
 )
@@ -190,8 +196,24 @@ def test_compiled_scatters_and_sums_at_indices_by_the_place_of_what_is_indexed()
     assert added - copied == SORTED_INDEX * 4096
     assert across > 10 * added
     along = compiled_scatter_steps((rows, [index], empty(4096, WIDTH), True))
-    assert along == ATOMIC * 4096 * WIDTH
-    assert compiled_scatter_steps((columns, [None, index], empty(WIDTH, 4096), True)) == along / ATOMIC * ATOMIC_ACROSS
+    assert along == pytest.approx((ATOMIC + COLLIDING_ATOMIC / WIDTH) * 4096 * WIDTH)
+    many = compiled_scatter_steps((empty(4 * APART, WIDTH), [index], empty(4096, WIDTH), True))
+    assert many == pytest.approx((ATOMIC + COLLIDING_ATOMIC / WIDTH / 4) * 4096 * WIDTH)
+    masked = compiled_scatter_steps((rows, index > 0, [index], empty(4096, WIDTH)))
+    assert masked == along  # the gradient of an embedding
+    across = compiled_scatter_steps((columns, [None, index], empty(WIDTH, 4096), True))
+    assert across == ATOMIC_ACROSS * 4096 * WIDTH
+
+
+def test_an_embeddings_gradient_sorts_its_indices_and_crowded_rows_take_as_long_again() -> None:
+    def steps(rows: int, indices: int) -> float:
+        place = torch.empty(indices, dtype=torch.int64, device="meta")
+        operator = torch.ops.aten.embedding_dense_backward.default
+        return run(lambda gradient: operator(gradient, place, rows, -1, False), empty(indices, 1)).steps
+
+    many = CROWDED * 64
+    usual = SORTING + (SORTED_ROW + SCATTERING) * many
+    assert steps(64, many) == usual and steps(63, many) == usual + SORTED_ROW * many
 
 
 def test_sums_over_rows_shorter_than_a_warp_share_it() -> None:

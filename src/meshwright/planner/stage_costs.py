@@ -23,6 +23,7 @@ from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner import kernels
 from meshwright.planner.collectives import seconds
+from meshwright.planner.launch_costs import launching
 from meshwright.planner.measured_kernels import KernelPrices, KernelSeconds
 from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.planner.step_layout import StepLayout
@@ -315,7 +316,9 @@ class StageCosts:
         return {name: self._held(held, inner)[0] for name, held in units.items()}
 
     def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
-        micro_batch, compiled = case.micro_batch, case.compiled and (unit.is_block or not case.divided)
+        # What is outside of blocks that are compiled one by one runs as it is.
+        everything = not case.divided and (case.compiles_whole or not self._facts.blocks)
+        micro_batch, compiled = case.micro_batch, case.compiled and (unit.is_block or everything)
         if unit is self._costs[case.policy].units[-1]:
             compiled = case.fuses_loss
         stream = self._stream(case.policy, micro_batch)
@@ -372,6 +375,7 @@ class StageCosts:
                 for share in shares
             ),
             host=self._own_host(unit, case, compiled),
+            launching=(launching(ways[0]), launching(ways[1])),
             kernels=passes[0] + passes[1],
         )
 

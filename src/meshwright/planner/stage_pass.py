@@ -89,7 +89,8 @@ def _timed_host(site: Site, unit: UnitWork, own: tuple[float, float], *, backwar
     launch = 0.0 if site.is_cpu and site.prices is not None else site.hardware.launch
     launches = unit.backward_launches if backward else unit.forward_launches
     casts = unit.tensors * (site.hardware.launch + site.host.operator) if layout.cast_bytes else 0.0
-    found = own[backward] + launches * (launch + site.host.divided[backward] * unit.intercepted) + casts
+    divided = launches * site.host.divided[backward] * unit.intercepted
+    found = own[backward] + unit.launching[backward] * launch + divided + casts
     if layout.recompute == "none" or not unit.is_block:
         return found
     if layout.recompute == "selective":

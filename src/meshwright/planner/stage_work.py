@@ -43,6 +43,8 @@ class UnitWork:
     """For each inner axis: its messages in forward, and in backward."""
     host: tuple[float, float] | None = None
     """Host seconds of its own pass in forward and in backward, besides launches; None if they were not timed."""
+    launching: tuple[float, float] = (0.0, 0.0)
+    """What the launches in forward and in backward take of a timed host, in launches of a sum of small tensors."""
     kernels: KernelSeconds = NOTHING
     """Seconds of forward and backward by where they come from."""
 

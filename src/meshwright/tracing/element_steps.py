@@ -78,8 +78,14 @@ ATOMIC, ATOMIC_ACROSS = 2.4, 6.0
 """For one element that compiled code adds to memory that others add to: 1.7e11 a second for rows of a table, 7e10 where
 the first dim is not indexed, as in an interpolation's gradient, whose neighbours add to one place."""
 SORTING, UNSORTED, SCATTERING = 5.7e7, 3072, 4.4
-"""Steps in the 0.14 ms that an embedding's gradient takes to sort its indices, the most that it does not sort, and
-steps to add up one element of the sorted ones."""
+"""Steps in the 0.14 ms that an embedding's gradient takes to begin to sort its indices, the most that it does not sort,
+and steps to add up one element of the sorted ones."""
+SORTED_ROW, CROWDED = 71, 2**16
+"""For each sorted index, as many again if a row has more than `CROWDED` of them: 33.5 million indices take 6 ms, and 13
+for a table of 64 rows (docs/data/collisions_gpu.json)."""
+COLLIDING_ATOMIC, APART = 123, 256
+"""For each value that compiled code adds to a table of few rows, where all wait for each other: 3.3e9 a second with one
+column and up to `APART` rows, more in proportion to both (same file)."""
 GROUPED = {"usual": (0.43, 0.7), "last": (0.093, 0.117), "last, fp32": (0.43, 1.4)}
 """For one product of a depthwise convolution, forward and backward, by layout: 9.6e11 and 5.8e11 a second in the usual
 one; with channels last 4.4e12 and 3.5e12 in 16 bits, and 3e11 in fp32's backward."""
@@ -143,7 +149,7 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if name == "_softmax_backward_data":
         return size * SOFTMAX_BACKWARD * given[0].itemsize
     if name == "embedding_dense_backward":
-        return SORTING + SCATTERING * given[0].numel() if given[-1].numel() > UNSORTED else 0.0
+        return _embedding_steps(given[0].numel(), given[-1].numel(), rows=made[0].shape[0])
     if name in INDEXED:
         return _adding_steps(args, size) if _adds(name, args) else size * INDEXED[name]
     if name in POOLS:
@@ -168,9 +174,21 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
 
 def compiled_scatter_steps(args: Any) -> float:
     """The steps of a scatter in compiled code, whose last tensor has the values."""
-    across = isinstance(args[1], list | tuple) and args[1][0] is None
-    values = [leaf for leaf in args if isinstance(leaf, torch.Tensor)][-1]
-    return (ATOMIC_ACROSS if across else ATOMIC) * values.numel()
+    onto, values = args[0], [leaf for leaf in args if isinstance(leaf, torch.Tensor)][-1]
+    indices = next((arg for arg in args if isinstance(arg, list | tuple)), ())  # none of a scatter along a dim
+    if not indices or not onto.numel():
+        return ATOMIC * values.numel()
+    if indices[0] is None:
+        return ATOMIC_ACROSS * values.numel()
+    rows = prod(onto.shape[: len(indices)])
+    return (ATOMIC + COLLIDING_ATOMIC * min(1.0, APART / rows) * rows / onto.numel()) * values.numel()
+
+
+def _embedding_steps(values: int, indices: int, rows: int) -> float:
+    if indices <= UNSORTED:
+        return 0.0
+    crowds = 1 + (indices > CROWDED * rows)
+    return SORTING + SORTED_ROW * indices * crowds + SCATTERING * values
 
 
 def _adds(name: str, args: Any) -> bool:

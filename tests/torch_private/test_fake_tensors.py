@@ -1,5 +1,7 @@
 import logging
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from meshwright.torch_private.fake_tensors import (
     inside_kernel,
 )
 from meshwright.torch_private.symbolic_shapes import GuardOnDataDependentSymNode
+from meshwright.tracing.meter import Meter
 
 BACKWARD = {
     **dict.fromkeys(("sigmoid_backward", "tanh_backward", "silu_backward", "gelu_backward", "mish_backward"), ()),
@@ -76,8 +79,9 @@ def test_elementwise_results_are_laid_out_as_by_a_kernel(name: str, dtype: torch
         assert found == run(seed).stride(), seed
 
 
-def test_what_a_model_expands_and_adds_to_channels_innermost_keeps_them_there() -> None:
-    with FakeTensorMode():
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: Meter(lambda run: None)])
+def test_what_a_model_expands_and_adds_to_channels_innermost_keeps_them_there(mode: Callable[[], Any]) -> None:
+    with mode(), torch.device("meta" if mode is not FakeTensorMode else "cpu"):
         drawn = torch.ones(8, 16, 1, 1, dtype=torch.bfloat16).expand(-1, -1, 4, 4)
         places = torch.ones(4, 4, 16, dtype=torch.bfloat16).permute(2, 0, 1)
         assert (drawn + places).is_contiguous(memory_format=torch.channels_last)

@@ -26,6 +26,7 @@ __all__ = [
     "FunctionalTensor",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "as_laid_out",
     "inside_kernel",
 ]
 
@@ -43,30 +44,35 @@ _RESULT_FIRST = frozenset((_aten.threshold_backward.default,))
 
 
 class FakeTensorMode(PlainFakeTensorMode):
-    """PyTorch's, with results of elementwise operators laid out as its kernels do.
-
-    PyTorch computes a result in 16 bits from operands in fp32, and a copy of an expanded operand is laid out in order.
-    So what has its channels innermost on a device would not have them here.
-    """
+    """PyTorch's, with results of elementwise operators laid out as its kernels do."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().dispatch(func, types, args, kwargs)
         if type(found) is not FakeTensor or not _is_elementwise(func):
             return found
-        operands = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
-        if all(leaf.is_contiguous() for leaf in operands) or any(leaf is found for leaf in operands):
-            return found
-        return self._as_laid_out(found, operands[::-1] if func in _RESULT_FIRST else operands)
-
-    def _as_laid_out(self, found: Any, operands: list[torch.Tensor]) -> Any:
-        shape = found.shape
-        if any(type(size) is not int for size in shape) or any(leaf.dim() > len(shape) for leaf in operands):
-            return found
         with self:
-            strides = compute_elementwise_output_strides(*(leaf.expand(shape) for leaf in operands))
-            if strides == found.stride():
-                return found
-            return torch.empty_strided(shape, strides, dtype=found.dtype, device=found.device)
+            return as_laid_out(func, args, found)
+
+
+def as_laid_out(func: Any, args: Any, found: Any) -> Any:
+    """The result of an operator on fake or meta tensors, with the strides that a kernel gives it.
+
+    PyTorch computes a result in 16 bits from operands in fp32, and a copy of an expanded operand is laid out in order.
+    So what has its channels innermost on a device would not have them here.
+    """
+    if not isinstance(found, torch.Tensor) or not _is_elementwise(func):
+        return found
+    operands = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
+    if all(leaf.is_contiguous() for leaf in operands) or any(leaf is found for leaf in operands):
+        return found
+    shape = found.shape
+    if any(type(size) is not int for size in shape) or any(leaf.dim() > len(shape) for leaf in operands):
+        return found
+    ordered = operands[::-1] if func in _RESULT_FIRST else operands
+    strides = compute_elementwise_output_strides(*(leaf.expand(shape) for leaf in ordered))
+    if strides == found.stride():
+        return found
+    return torch.empty_strided(shape, strides, dtype=found.dtype, device=found.device)
 
 
 @cache

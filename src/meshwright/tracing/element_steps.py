@@ -177,11 +177,11 @@ def compiled_scatter_steps(args: Any) -> float:
     onto, values = args[0], [leaf for leaf in args if isinstance(leaf, torch.Tensor)][-1]
     indices = next((arg for arg in args if isinstance(arg, list | tuple)), ())  # none of a scatter along a dim
     if not indices or not onto.numel():
-        return ATOMIC * values.numel()
+        return float(ATOMIC * values.numel())
     if indices[0] is None:
-        return ATOMIC_ACROSS * values.numel()
+        return float(ATOMIC_ACROSS * values.numel())
     rows = prod(onto.shape[: len(indices)])
-    return (ATOMIC + COLLIDING_ATOMIC * min(1.0, APART / rows) * rows / onto.numel()) * values.numel()
+    return float((ATOMIC + COLLIDING_ATOMIC * min(1.0, APART / rows) * rows / onto.numel()) * values.numel())
 
 
 def _embedding_steps(values: int, indices: int, rows: int) -> float:

@@ -13,6 +13,7 @@ from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, convolution_shape, count_flops, operator_kind, product_shape
 from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.report_as_cpu import tensors_in
+from meshwright.torch_private.fake_tensors import as_laid_out
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
@@ -90,7 +91,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = as_laid_out(func, args, func(*args, **kwargs))
         given, made = strided_in((args, kwargs)), strided_in(result)
         if self._gradient_sums.in_place(func, args):
             self._take_over(args[0], result)

@@ -45,7 +45,7 @@ def test_a_stage_does_not_send_to_itself(stage: Stage) -> None:
 def test_a_stage_keeps_outputs_and_inputs(stage: Stage) -> None:
     if RELEASE < VOTES_SINCE:  # there a stage wants to know its inputs before it runs
         stage._prepare_forward_infra(1, (torch.ones(1, 2),))
-    output = stage.forward_one_chunk(0, (torch.ones(1, 2),))
+    output = stage.forward_one_chunk(0, (torch.ones(1, 2),), {})
     outputs, inputs = stage.kept_of(0)
     assert outputs[0] is output or torch.equal(outputs[0], output)
     assert torch.equal(inputs[0], torch.ones(1, 2))

@@ -139,7 +139,7 @@ def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
 def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
     if not FORMATS[kernel.dtype].is_low:
         return _plain_speed(kernel, samples, hardware)
-    peak = peak_flops(hardware, kernel.dtype)
+    peak = peak_flops(hardware, kernel.dtype) * hardware.reach.get("clock", 1.0)
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
         narrow = NARROW if kernel.shape and kernel.shape[-1].fixed < WIDE_HEAD else 1.0

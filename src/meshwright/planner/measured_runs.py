@@ -219,23 +219,31 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
     rest, gradient, master = (
         FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
     )
-    over = shards if stage else 1
+    # The ranks that share a sequence shard states, too: FSDP2's and Megatron's group is that of both axes.
+    over = shards * number("cp", 1) if stage else 1
     has_masters = master > rest
     terms = tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES)
     axes = Strategy(axes=normalised(terms))
+    micro_batches = number("grad_accum")
+    named = _word(values, "pp_schedule", tuple(FAMILIES)) or axes.schedule
+    schedule = named if axes.stage_ranks > 1 else ""
     return StepLayout(
         data=shards * replicas,
         shards=over,
         inner=axes.inner_axes,
         stage_ranks=axes.stage_ranks,
-        schedule=_word(values, "pp_schedule", tuple(FAMILIES)) or axes.schedule,
+        schedule=schedule,
+        virtual=FAMILIES[schedule].virtual if schedule else 1,
         micro_batch=number("micro_batch"),
-        micro_batches=number("grad_accum"),
+        micro_batches=micro_batches,
         precision=compute,
         recompute=_word(values, "activation_ckpt", get_args(Recompute)) or "none",
         compile=_is_true(values.get("compile")),
+        compiles_whole=stage != 3,
+        compiles_loss=False,
         parameters_over=over if stage == 3 else 1,
-        gradients_over=over if stage >= 2 else 1,
+        # PyTorch's pipelines reduce a stage's gradients after its last micro-batch.
+        gradients_over=over if stage >= 2 and (axes.stage_ranks == 1 or micro_batches == 1) else 1,
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
@@ -243,7 +251,8 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         moment_bytes=2 * master,
         master_bytes=master if has_masters else 0,
         cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
-        reshards=stage == 3,
+        # FSDP2 keeps a pipeline's stages gathered for the whole step.
+        reshards=stage == 3 and axes.stage_ranks == 1,
         reduce_bytes=gradient,
         # An accumulator of its own is reduced to shards when the sum is complete; DDP reduces it bucket by bucket.
         overlaps=gradient == rest or stage != 1,

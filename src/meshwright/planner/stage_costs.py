@@ -156,7 +156,7 @@ class StageCosts:
     def _fuses_loss(self, step_layout: StepLayout) -> bool:
         costs = self._costs[step_layout.precision, step_layout.recompute]
         eager = costs.loss_in_model and not step_layout.compiles_whole
-        return step_layout.compile and not step_layout.inner and not eager
+        return step_layout.compile and step_layout.compiles_loss and not step_layout.inner and not eager
 
     def _flops(self, precision: str) -> float:
         """FLOPs of forward and backward for one sample, without recomputation."""

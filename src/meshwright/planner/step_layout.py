@@ -45,6 +45,8 @@ class StepLayout:
     compile: bool = False
     compiles_whole: bool = True
     """Whether the model is compiled as one, and not block by block with eager code around them."""
+    compiles_loss: bool = True
+    """Whether the loss is compiled together with the cast of its inputs, as ours is."""
     graphs: bool = False
     """Whether each micro-batch's forward and backward is one launch of a CUDA graph."""
     pieced: bool = False

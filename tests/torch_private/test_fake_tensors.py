@@ -17,6 +17,7 @@ from meshwright.torch_private.fake_tensors import (
     FunctionalTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    as_laid_out,
     inside_kernel,
 )
 from meshwright.torch_private.symbolic_shapes import GuardOnDataDependentSymNode
@@ -85,6 +86,14 @@ def test_what_a_model_expands_and_adds_to_channels_innermost_keeps_them_there(mo
         drawn = torch.ones(8, 16, 1, 1, dtype=torch.bfloat16).expand(-1, -1, 4, 4)
         places = torch.ones(4, 4, 16, dtype=torch.bfloat16).permute(2, 0, 1)
         assert (drawn + places).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_meta_results_are_laid_out_by_their_operands_too() -> None:
+    turned = torch.empty(4, 3, dtype=torch.bfloat16, device="meta").t()
+    in_order = torch.empty(3, 4, dtype=torch.bfloat16, device="meta")
+    assert as_laid_out(torch.ops.aten.add.Tensor, (turned, turned), in_order).stride() == turned.stride()
+    assert as_laid_out(torch.ops.aten.mm.default, (turned, turned), in_order) is in_order
+    assert as_laid_out(torch.ops.aten.add.Tensor, (in_order, in_order), in_order) is in_order
 
 
 def test_results_in_place_and_of_unknown_size_are_left_as_they_are() -> None:

@@ -1,12 +1,14 @@
 """What a row of a published table says about its engine: stages, shards, gradients, and what is compiled."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshwright.api.validate import validate_rows
+from meshwright.api.validate import validate_rows, validate_table
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
+from meshwright.planner.account import account
 from meshwright.planner.measured_runs import read_rows
 from meshwright.planner.step_layout import StepLayout
 
@@ -71,3 +73,18 @@ def test_other_engines_do_not_compile_the_loss(tmp_path: Path) -> None:
 def test_a_lower_limit_of_power_takes_a_part_of_the_clock() -> None:
     slow, usual = (hardware_of(Cluster.parse(f"8x{name}")) for name in ("H100-96GB", "H100-80GB"))
     assert slow.flops == usual.flops and 0.8 < slow.reach["clock"] < 0.9
+
+
+def test_a_row_that_fails_is_named_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(layout: StepLayout, *rest: Any) -> Any:
+        if layout.micro_batch == 3:
+            raise KeyError("a mistake of ours")
+        return account(layout, *rest)
+
+    monkeypatch.setattr("meshwright.api.validate.account", failing)
+    table = _table(tmp_path, {}, {"micro_batch": "3"}, {})
+    found = validate_table(table)
+    assert len(found.outcomes) == 2
+    assert [(row.name, row.reason) for row in found.skipped] == [("line 3", "KeyError: 'a mistake of ours'")]
+    with pytest.raises(KeyError):
+        validate_rows(table)

@@ -63,12 +63,17 @@ def _forecast(
     for done, row in enumerate(rows, start=1):
         try:
             outcomes.append(_outcome(row, shapes))
-        except (MeshwrightError, ArithmeticError, RuntimeError) as error:  # PyTorch's, of sizes that it cannot describe
+        except Exception as error:  # PyTorch's, of sizes that it cannot describe, or our own mistake: other rows count
             if skipped is None:
                 raise
-            skipped.append(SkippedRow(row.name, (str(error) or type(error).__name__).rstrip(".")))
+            skipped.append(SkippedRow(row.name, _reason(error)))
         progress(done, len(rows))
     return outcomes
+
+
+def _reason(error: Exception) -> str:
+    message = str(error).rstrip(".")
+    return message if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 def _outcome(row: MeasuredRun, shapes: _Shapes) -> ScoredRun:

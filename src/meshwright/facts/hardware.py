@@ -50,8 +50,8 @@ class Hardware:
     """Bytes of host memory per node."""
     reach: Mapping[str, float] = field(default_factory=dict)
     """Measured shares of the peaks that kernels of a training step reach: `matmul`, `attention`, `stream`.
-    `in order` is that of kernels that stream long rows, if it differs. `clock` is the share of the data sheet's clock that
-    a lower limit of power leaves."""
+    `in order` is that of kernels that stream long rows, if it differs. `clock` is the share of the data sheet's clock
+    that a lower limit of power leaves."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The data sheet or measurement behind each field, such as `within.bandwidth`."""
 

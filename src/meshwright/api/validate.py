@@ -20,6 +20,7 @@ from meshwright.planner.account import account, usable
 from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.measured_runs import MeasuredRun, SkippedRow, read_rows, read_table
 from meshwright.planner.scores import ScoredRun
+from meshwright.planner.search import ROOM
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.probe.machine import torch_release
 from meshwright.tracing.costs import measure_costs
@@ -86,7 +87,8 @@ def _outcome(row: MeasuredRun, shapes: _Shapes) -> ScoredRun:
         return ScoredRun(row=row, account=None, fits=False, reason=str(error))
     fits = found.fits(hardware)
     reason = "" if fits else f"{found.reserved / GIB:.1f} of {usable(hardware) / GIB:.1f} GiB"
-    return ScoredRun(row=row, account=found, fits=fits, reason=reason)
+    safely = found.reserved <= ROOM * usable(hardware)
+    return ScoredRun(row=row, account=found, fits=fits, safely=safely, reason=reason)
 
 
 class _Shapes:

@@ -151,7 +151,9 @@ def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
             [BUCKET / step_layout.gradient_bytes, *(u.elements for s in own for u in s.units if not u.is_block)]
         )
         copies = step_layout.reduce_bytes < step_layout.gradient_bytes
-        return copies * min(bucket, sum(stage.trainable for stage in own)) * step_layout.reduce_bytes
+        # Its buckets are also of parameters that the model does not use.
+        unused = sum(stage.idle for stage in own) * step_layout.gradient_bytes if step_layout.overlaps else 0
+        return unused + copies * min(bucket, sum(stage.trainable for stage in own)) * step_layout.reduce_bytes
     return float(max((unit.elements for stage in own for unit in stage.units), default=0) * step_layout.reduce_bytes)
 
 

@@ -97,6 +97,7 @@ class StageCosts:
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
         self._first = {name: p.name for p in facts.parameters for name in p.names}
+        self._idle = frozenset(p.name for p in facts.parameters if p.trainable and not p.used)
         self._stages = lru_cache(maxsize=4096)(self._cut)
         self._stream = lru_cache(maxsize=512)(self._flow)
         self._names = {p.name: p.names for p in facts.parameters}
@@ -191,8 +192,11 @@ class StageCosts:
                 trainable=trainable,
                 inside=inside,
                 output=work[group[-1]].output / boundary if group else 0.0,
+                idle=idle,
             )
-            for group, (elements, trainable, inside) in zip(groups, self._holdings(case.inner, stages), strict=True)
+            for group, (elements, trainable, inside, idle) in zip(
+                groups, self._holdings(case.inner, stages), strict=True
+            )
         )
 
     def _compiled_model(self, case: _Case, stages: int) -> CompiledModel | None:
@@ -260,9 +264,10 @@ class StageCosts:
         found = (division.at_worst() for division in found) if self._worst else found
         return tuple(division if sequence else division.without_sequence() for division in found)
 
-    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
-        """For each stage, its elements, how many of them are trainable, and how many are inside the data axis."""
-        return [self._held(names, inner) for names in self._names_of(stages)]
+    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int, int]]:
+        """For each stage, its elements, how many of them are trained, are inside the data axis, and are never used."""
+        held = self._names_of(stages)
+        return [(*self._held(names, inner), self._held(names & self._idle, inner)[0]) for names in held]
 
     def tied(self, step_layout: StepLayout) -> list[tuple[tuple[int, ...], int, int]]:
         """What several stages hold: these stages, its elements on a rank, and how many are inside the data axis."""
@@ -282,10 +287,15 @@ class StageCosts:
         return found
 
     def _names_of(self, stages: int) -> list[set[str]]:
-        """The parameters that each stage reads."""
+        """The parameters that each stage holds: those that it reads, and unread ones of its modules."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
-        return [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
+        held = [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
+        for unread in set(self._names).difference(*held):
+            inside = (calls[i].name and unread.startswith(f"{calls[i].name}.") for group in groups for i in group)
+            owners = (stage for stage, group in enumerate(groups) for _ in group)
+            held[next((stage for stage, own in zip(owners, inside, strict=True) if own), 0)].add(unread)
+        return held
 
     def _held(self, names: set[str], inner: Inner) -> tuple[int, int, int]:
         """Elements on one rank of the inner axes, how many of them are trainable, and how many of these are divided by

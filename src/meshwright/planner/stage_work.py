@@ -61,6 +61,8 @@ class StageWork:
     """How many of the elements are divided by an axis inside the data axis."""
     output: float
     """Bytes that one rank sends to the next stage."""
+    idle: int = 0
+    """Elements of parameters that could be trained, and that the model does not use."""
 
     @cached_property
     def counted(self) -> tuple[tuple[UnitWork, int], ...]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from meshwright.tracing.serial_steps import serial_steps
+
 TRANSPOSED = 2.7
 """One operand varies fastest along another dim than the result: 1.5e11 elements a second."""
 CAST = 1.1
@@ -139,6 +141,12 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if not operands or not made:
         return 0.0
     size = max(leaf.numel() for leaf in operands)
+    return max(serial_steps(name, args, given, made), _own_steps(func, name, args, given, made, size))
+
+
+def _own_steps(
+    func: Any, name: str, args: Any, given: list[torch.Tensor], made: list[torch.Tensor], size: int
+) -> float:
     if name in BATCH_NORMS:
         return _batch_norm_steps(name, given[0])
     if name in ROWS:
@@ -169,7 +177,9 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if torch.Tag.pointwise in func.tags or name in COPIES:
         weight = _weight(given, made[0], size)
         return size * (max(weight, MASKED) if name == "masked_fill" and weight else weight)
-    return _reduction_steps(args, operands, made[0], size) if made[0].numel() < size else 0.0
+    if made[0].numel() >= size:
+        return 0.0
+    return _reduction_steps(args, [leaf for leaf in (*given, *made) if leaf.dim()], made[0], size)
 
 
 def compiled_scatter_steps(args: Any) -> float:

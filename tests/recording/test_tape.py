@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from meshwright.recording.blueprint import recording
 from meshwright.recording.operation import TapeOperation
-from meshwright.recording.tape import NotRecorded
+from meshwright.recording.tape import NotRecorded, Tape
 
 SEED = 11
 Build = Callable[[], nn.Module]
@@ -65,6 +65,18 @@ def initialisers(module: Any) -> None:
     module.sparse = nn.Parameter(nn.init.sparse_(torch.empty(4, 4), 0.5))
     module.conv = nn.Conv2d(2, 2, 3)
     nn.init.dirac_(module.conv.weight)
+
+
+def truncated(module: Any) -> None:
+    """Normal distributions of which much is out of bounds, so that PyTorch draws again."""
+    own = torch.Generator().manual_seed(5)
+    module.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(300, 7), std=1.0, a=-1.5, b=1.5))
+    module.after = nn.Linear(2, 2)
+    module.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(50), mean=0.0, std=1.0, a=1.0, b=1.5))
+    module.low = nn.Parameter(torch.zeros(4, 9, dtype=torch.bfloat16))
+    nn.init.trunc_normal_(module.low[:, 3:], 0.0, 0.02, -0.02, 0.02)
+    module.own = nn.Parameter(nn.init.trunc_normal_(torch.empty(40), a=-1.0, b=1.0, generator=own))
+    module.last = nn.Parameter(torch.randn(3))
 
 
 def tied(module: Any) -> None:
@@ -136,12 +148,29 @@ def encoder() -> nn.Module:
 @pytest.mark.parametrize(
     "fill",
     [
-        *(initialisers, tied, numbers_from_tensors, rejection, buffers, constants, views_and_dtypes),
+        *(initialisers, truncated, tied, numbers_from_tensors, rejection, buffers, constants, views_and_dtypes),
         *(changed_shape_in_place, own_generator),
     ],
 )
 def test_made_by_hand(fill: Callable[[Any], None]) -> None:
     assert_replays(lambda: Made(fill))
+
+
+def test_truncated_draws_are_not_read_while_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at what was drawn would play the tape: modules of a billion parameters would take minutes."""
+
+    def read(tape: Tape, wanted: Any) -> torch.Tensor:
+        raise AssertionError("a value was read")
+
+    monkeypatch.setattr(Tape, "_real", read)
+    with recording(seed=1) as tape:
+        Made(truncated)
+    assert not tape.doubt
+
+
+def test_a_truncated_draw_of_wrong_bounds_fails_where_it_is_called() -> None:
+    with pytest.raises(ZeroDivisionError), recording(seed=1):
+        nn.init.trunc_normal_(torch.empty(3), std=0.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshwright.recording.filling import Blueprint, adopt, as_it_was, draw_up, s
 from meshwright.recording.memory import has_memory, named_tensors
 from meshwright.recording.report_as_cpu import DEVICE, IS_META, ReportAsCpu, is_meta, tensors_in
 from meshwright.recording.tape import Tape
+from meshwright.torch_private.initialization import replaced_truncated_normal, truncated_normal
 from meshwright.torch_private.modes import outside_of_modes
 from meshwright.units import show_bytes
 
@@ -174,7 +175,7 @@ def recording(seed: int) -> Iterator[Tape]:
     tape = Tape(seed)
     with seeded(seed):
         untouched = torch.default_generator.get_state()
-        with _builder_may_seed(tape), _RecordedAsCpu(tape), tape:
+        with _builder_may_seed(tape), _truncated_draws(tape), _RecordedAsCpu(tape), tape:
             yield tape
         if not torch.equal(torch.default_generator.get_state(), untouched):
             tape.doubt = tape.doubt or "it uses torch's generator in a way that is not recorded"
@@ -195,6 +196,19 @@ def seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])
+
+
+def _truncated_draws(tape: Tape) -> AbstractContextManager[None]:
+    """Record truncated normal distributions as one operator each."""
+
+    def draw(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tape.has(tensor):
+            tape.draw(truncated_normal, tensor, *args, **kwargs)
+        else:
+            truncated_normal(tensor, *args, **kwargs)
+        return tensor
+
+    return replaced_truncated_normal(draw)
 
 
 @contextmanager

@@ -93,6 +93,17 @@ class SetState:
         torch.default_generator.set_state(self.state)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A recorded function that fills a tensor with random numbers, and may read what it has drawn."""
+
+    function: Callable[..., Any]
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.function(tensor, *args, **kwargs)
+
+
 def changed_by(func: Any, args: Any, kwargs: dict[str, Any], kind: type = torch.Tensor) -> list[Any]:
     """The tensors (or slots) among the arguments that an operator writes to."""
     positions, names = _written_arguments(func)

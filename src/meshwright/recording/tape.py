@@ -12,7 +12,7 @@ Tensors that the builder itself puts on the meta device are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from meshwright.recording import operation
 from meshwright.recording.constants import Constants
-from meshwright.recording.operation import SetState, Slot, TapeOperation
+from meshwright.recording.operation import Draw, SetState, Slot, TapeOperation
 from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, meta_of, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import schema_of
@@ -154,8 +154,7 @@ class Tape(TorchDispatchMode):
                 self.refuse(f"{func} has no kernel for tensors without values")
             result = self._shapes(func, slotted_args, slotted_kwargs)
         outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
-        generators = (value for value in kwargs.values() if isinstance(value, torch.Generator))
-        self._generators |= {g: g.get_state() for g in generators if g not in self._generators}
+        self._note_generators(kwargs.values())
         entry = TapeOperation(func, slotted_args, slotted_kwargs, outputs)
         self.operations.append(entry)
         self._note_written(entry)
@@ -221,6 +220,22 @@ class Tape(TorchDispatchMode):
     def set_random_state(self, state: torch.Tensor) -> None:
         """Record that the builder sets torch's generator."""
         self.operations.append(TapeOperation(SetState(state.clone()), (), {}, ()))
+
+    def draw(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record a function that fills a recorded tensor as one operator.
+
+        Each of the function's own looks at what it has drawn would play the tape.
+        """
+        with outside_of_modes(), torch.device("cpu"):
+            function(torch.empty(0, dtype=tensor.dtype), *args, **kwargs)  # for its errors and warnings
+        self._note_generators((*args, *kwargs.values()))
+        slot = self.slot(tensor)
+        self.operations.append(TapeOperation(Draw(function), (slot, *args), kwargs, ()))
+        self._written.add(slot.storage)
+
+    def _note_generators(self, values: Iterable[Any]) -> None:
+        generators = (value for value in values if isinstance(value, torch.Generator))
+        self._generators |= {g: g.get_state() for g in generators if g not in self._generators}
 
     def _find_random_states(self) -> None:
         """Find the generators' states before each random operator. They depend only on the layouts of the tensors."""

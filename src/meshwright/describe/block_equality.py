@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -31,9 +31,38 @@ def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
     return _layout_of(block), state_of(block, numbered=numbered)
 
 
-def size_of(block: nn.Module) -> Any:
-    """A key that is equal for blocks that cost the same: only attributes that modules print must be equal."""
-    return _layout_of(block), tuple(module.extra_repr() for module in block.modules())
+def cost_keys(blocks: Sequence[nn.Module]) -> list[Any]:
+    """A key for each block, equal for those that cost the same.
+
+    They print alike and have the same switches. Numbers and words that nearly all of them have for themselves tell the
+    layers apart, and of other numbers with a fraction, as that of dropped paths, it only matters whether they are 0.
+    """
+    printed = [(_layout_of(block), tuple(module.extra_repr() for module in block.modules())) for block in blocks]
+    alike: dict[Any, list[int]] = {}
+    for place, key in enumerate(printed):
+        alike.setdefault(key, []).append(place)
+    keys: list[Any] = [None] * len(blocks)
+    for key, places in alike.items():
+        switches = [_switches(blocks[place]) for place in places]
+        values = {name: {own.get(name) for own in switches} for own in switches for name in own}
+        most = max(_FEW, len(places) // 3)
+        shared = [name for name in values if len(values[name]) <= most]
+        for place, own in zip(places, switches, strict=True):
+            keys[place] = key, tuple((name, own.get(name)) for name in shared)
+    return keys
+
+
+_FEW = 2
+
+
+def _switches(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """The plain attributes of a block's modules, by module in the block and name."""
+    return {
+        (name, key): value if type(value) is not float else bool(value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if key not in REGISTERED and type(value) in (bool, int, float, str, type(None))
+    }
 
 
 def _layout_of(block: nn.Module) -> Any:

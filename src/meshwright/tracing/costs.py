@@ -21,7 +21,7 @@ from meshwright.assemble.float8 import float8_layers, multiply_in_float8
 from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.describe.block_equality import arrival_of, size_of
+from meshwright.describe.block_equality import arrival_of, cost_keys
 from meshwright.describe.code_lines import failed_line
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.library_checks import fakes_pass_as_real
@@ -76,7 +76,7 @@ def measure_costs(
         raise JobError(f"The model's step could not be traced on fake tensors: {facts.unseen}.")
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
-    kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
+    kinds = _kinds(facts, blocks)
     if FORMATS[precision].factors:
         multiply_in_float8(blueprint.model, float8_layers(blueprint.model, facts))
     apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
@@ -94,6 +94,13 @@ def measure_costs(
     ]
     inside = 2 * large[-1].kept_by_model > large[-1].kept
     return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute, loss_in_model=inside)
+
+
+def _kinds(facts: ModelFacts, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """For each block, a key of those that cost the same: they compute as much, which the description has counted."""
+    computed = {call.name: call.flops for call in facts.calls}
+    keys = zip(facts.blocks, cost_keys(blocks), strict=True)
+    return {name: (key, computed.get(name)) for name, key in keys}
 
 
 def _trace(

@@ -4,6 +4,9 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.describe.library_checks import CHECKS, fakes_pass_as_real
@@ -26,3 +29,14 @@ def test_a_library_that_is_not_loaded_stays_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, module_name, raising=False)
     with fakes_pass_as_real():
         assert module_name not in sys.modules
+
+
+def test_a_module_that_is_moved_to_where_it_is_keeps_its_parameters_within_a_step() -> None:
+    """As routers of experts are, to compute in fp32 whatever the rest does."""
+    with FakeTensorMode(), fakes_pass_as_real():
+        layer = nn.Linear(4, 4)
+        before, result = layer.weight, layer(torch.ones(2, 4))
+        assert layer.to(torch.float32).weight is before
+        result.sum().backward()
+        other = nn.Linear(4, 4)
+        assert other.to(torch.bfloat16).weight.dtype == torch.bfloat16

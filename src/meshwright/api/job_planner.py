@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import product
 from typing import Any
 
 from meshwright.api.described_presets import describe_job
 from meshwright.describe.optimizer import optimizer_name
-from meshwright.errors import BadInput, MeshwrightError, one_line
+from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
 from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
@@ -20,8 +19,8 @@ from meshwright.facts.host_passes import HostPasses
 from meshwright.facts.job import Job
 from meshwright.facts.kernel_table import KernelTable, find_table, shipped_table
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.plan import Plan
-from meshwright.facts.precision import FORMATS
+from meshwright.facts.plan import Plan, Refusal
+from meshwright.facts.precision import FORMATS, FULL
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import usable
@@ -129,6 +128,8 @@ class Planner:
         self._kernels, self._times_host = kernels, time_host
         self._device = "cpu" if kernels and all(table.device == "cpu" for table in kernels) else "cuda"
         self._costs = {} if costs is None or self._device == "cpu" else costs
+        self._failed: dict[str, JobError] = {}
+        """Why costs could not be measured, by precision."""
         self._compiled: dict[str, CompiledBlocks] = {}
         self._passes: dict[str, HostPasses | None] = {}
         """The host's part of the model's pass by precision; None if it cannot be timed."""
@@ -195,18 +196,51 @@ class Planner:
         """Evaluate every allowed strategy, or only the named ones."""
         if options.strategies:
             return self.search_named(cluster, [Strategy.parse(text) for text in options.strategies])
-        for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
-            self.measure(precision, recompute)
-        for precision in options.allowed.precisions if any(options.allowed.compile) else ():
+        allowed = replace(options.allowed, precisions=self._measurable(options.allowed))
+        for precision in allowed.precisions if any(allowed.compile) else ():
             self.measure_compiled(precision, apart=cluster.devices > 1)
-        found = candidates(self.facts, cluster, self.global_batch, options.allowed)
-        return search(self.context(cluster), found, losses=options.allowed.loss)
+        found = candidates(self.facts, cluster, self.global_batch, allowed)
+        return search(self.context(cluster), found, losses=allowed.loss)
+
+    def _measurable(self, allowed: Allowed) -> tuple[str, ...]:
+        """The allowed precisions in which the model's costs can be measured; an error if there is none."""
+        found = []
+        for precision in allowed.precisions:
+            try:
+                for recompute in allowed.recompute:
+                    self.measure(precision, recompute)
+                found.append(precision)
+            except JobError as error:
+                self.notes.append(f"Nothing is planned in {precision}. {error}")
+        if found:
+            return tuple(found)
+        raise JobError(f"{self._failed[allowed.precisions[0]]}{self._other_precision(allowed)}")
+
+    def _other_precision(self, allowed: Allowed) -> str:
+        """Advice for a model that runs in fp32 only."""
+        if FULL.word in allowed.precisions:
+            return ""
+        try:
+            self.measure(FULL.word, "none")
+        except JobError:
+            return ""
+        return f" In {FULL.word} they can be: plan with --precision {FULL.word}."
 
     def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> SearchResult:
         """Evaluate exactly these strategies."""
+        measured, refused = list(strategies), []
         for strategy in strategies:
-            self.measure_for(strategy)
-        return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
+            try:
+                self.measure_for(strategy)
+            except JobError as error:
+                measured.remove(strategy)
+                refused.append(Refusal(strategy=str(strategy), reason=str(error)))
+                if not measured:
+                    raise
+        found = search(self.context(cluster), measured, time_all=True, shortcuts=False)
+        found.refused += refused
+        found.candidates += len(refused)
+        return found
 
     def measure_for(self, strategy: Strategy) -> None:
         """Make sure that the costs are known that a strategy's account needs."""
@@ -240,8 +274,14 @@ class Planner:
 
     def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision is traced once."""
+        if precision in self._failed:
+            raise self._failed[precision]
         if (precision, "none") not in self._costs:
-            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision, device=self._device)
+            try:
+                self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision, device=self._device)
+            except JobError as error:
+                self._failed[precision] = error
+                raise
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
     def traced(self, cluster: Cluster, plan: Plan) -> Plan:

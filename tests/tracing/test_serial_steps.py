@@ -1,5 +1,7 @@
 """Kernels whose threads wait for memory at each place of a dim."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,12 +20,12 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def steps_of(name: str, function: object, x: Tensor) -> float:
+def steps_of(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """The steps of the operator of that name in forward and backward."""
     found: list[OperatorRun] = []
     x.requires_grad_()
     with Meter(found.append):
-        result = function(x)  # type: ignore[operator]
+        result = function(x)
         result.backward(torch.empty_like(result))
     return sum(one.steps for one in found if one.name == name)
 
